@@ -1,0 +1,1 @@
+"""Experiments, run from the repository as ``python -m experiments.<name>``."""

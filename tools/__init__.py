@@ -1,0 +1,1 @@
+"""Developer tools, run from the repository as ``python -m tools.<name>``."""
