@@ -29,8 +29,8 @@ FORBIDDEN_NNX = frozenset(
     "custom_vjp shard_map jvp vjp Rngs RngStream Dropout Optimizer ModelAndOptimizer".split()
 )
 HEAVY = frozenset(
-    "jax jaxlib flax numpy scipy optax chex orbax grain tensorflow_datasets tensorflow array_record "
-    "matplotlib tokenizers tensorboardX torch transformers rich tyro".split()
+    "jax jaxlib flax numpy scipy optax chex orbax grain tensorflow_datasets array_record "
+    "tensorflow matplotlib tokenizers tensorboardX torch transformers rich tyro".split()
 )
 LAZY = HEAVY - frozenset("jax jaxlib flax numpy scipy optax chex orbax rich tyro".split())
 
