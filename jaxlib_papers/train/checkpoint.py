@@ -1,0 +1,446 @@
+"""Checkpoints that either exist whole or do not count, on any number of devices.
+
+A thin layer over Orbax's asynchronous ``CheckpointManager``. One step directory holds three things that
+belong together: the train state's arrays, the data iterator's state and the configuration of the run.
+
+What this layer adds to Orbax, and why:
+
+* **Only complete steps exist.** With rename-style commits Orbax takes any numbered directory for a
+  finished step, also one that a dying copy job or a person made. Here a step counts only if its commit
+  record, its array index and its metadata are all there; anything else is set aside at start, so that
+  the next save at the same number succeeds instead of being skipped.
+* **Nothing is cast.** Orbax restores float32 into a bfloat16 target without a word. Here keys, shapes
+  and dtypes are compared before a byte is read, and every difference is named.
+* **Errors say what is still good.** A save that fails (full disk, lost mount) raises
+  :class:`CheckpointError` with the last complete step, which is never deleted before its successor is
+  committed.
+
+Arrays are stored under flat names (``params.layers.attention.query``), so the container types of the
+state (NNX states, optax named tuples, dataclasses) may change without making a checkpoint unreadable.
+Random keys are refused: they are derived from seed and step (``fold_in(key(seed), step)``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "Checkpointer",
+    "ConfigMismatchError",
+    "Restored",
+    "ResumeMode",
+    "check_config",
+    "config_differences",
+    "flatten_state",
+    "resume_step",
+]
+
+ResumeMode = Literal["auto", "never", "must"]
+
+_STATE, _META = "state", "meta"
+_FORMAT = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or found; the message names the last one that is valid."""
+
+
+class CheckpointMismatchError(ValueError):
+    """The arrays in a checkpoint are not those that were asked for (key, shape or dtype)."""
+
+
+class ConfigMismatchError(ValueError):
+    """A run is resumed with another configuration than it was started with."""
+
+
+class Restored(NamedTuple):
+    """What one step directory holds.
+
+    Attributes:
+      step: Number of finished training steps.
+      state: The state, in the structure, dtypes and shardings of the target.
+      data_state: State of the data iterator (JSON values), None if none was saved.
+      config: Configuration that the run was saved with (JSON values), None if none was saved.
+    """
+
+    step: int
+    state: Any
+    data_state: Any
+    config: Any
+
+
+class _Retention:
+    """Orbax preservation policy: the newest ``last`` steps and every multiple of ``period``."""
+
+    def __init__(self, last: int, period: int | None):
+        self.last, self.period = last, period
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        newest = {info.step for info in sorted(checkpoints, key=lambda c: c.step)[-self.last :]}
+        kept_forever = self.period or 0
+        return [
+            info.step in newest or (kept_forever > 0 and info.step % kept_forever == 0)
+            for info in checkpoints
+        ]
+
+
+def flatten_state(state: Any) -> tuple[dict[str, Any], Any]:
+    """Names every leaf of a pytree by its dotted path.
+
+    Args:
+      state: Pytree of arrays (or of ``jax.ShapeDtypeStruct``).
+
+    Returns:
+      ``(leaves, treedef)``: a dict in the tree's own order, and what ``jax.tree.unflatten`` needs.
+
+    Raises:
+      ValueError: Two leaves have the same name, or a leaf is a random key.
+    """
+    entries, treedef = jax.tree_util.tree_flatten_with_path(state)
+    leaves: dict[str, Any] = {}
+    for path, leaf in entries:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name in leaves:
+            raise ValueError(f"state: two leaves are both called {name!r}; rename one of them")
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"state: {name!r} is a random key, and checkpoints hold none; derive keys with "
+                "jax.random.fold_in(jax.random.key(seed), step)"
+            )
+        leaves[name] = leaf
+    return leaves, treedef
+
+
+def resume_step(mode: ResumeMode, latest: int | None, directory: Any) -> int | None:
+    """Decides which step a run continues from.
+
+    Args:
+      mode: ``auto`` = the last complete step if there is one, ``never`` = none, ``must`` = the last
+        complete step or an error.
+      latest: Last complete step, None if there is none.
+      directory: Where it was looked for (for the message).
+
+    Returns:
+      The step to restore, or None for a fresh start.
+
+    Raises:
+      CheckpointError: ``must`` and there is nothing to resume.
+      ValueError: Unknown mode.
+    """
+    if mode not in ("auto", "never", "must"):
+        raise ValueError(f"resume: got {mode!r}, expected 'auto', 'never' or 'must'")
+    if mode == "must" and latest is None:
+        raise CheckpointError(
+            f"resume 'must': there is no complete checkpoint in {directory}; "
+            "use resume 'auto' to start from the beginning when there is none"
+        )
+    return None if mode == "never" else latest
+
+
+def config_differences(saved: Any, current: Any, prefix: str = "") -> list[str]:
+    """Lists the fields in which two JSON-like configurations differ, one readable line each."""
+    if isinstance(saved, Mapping) and isinstance(current, Mapping):
+        lines = []
+        for key in sorted({*saved, *current}):
+            name = f"{prefix}.{key}" if prefix else str(key)
+            if key not in saved:
+                lines.append(f"{name}: absent in the checkpoint, {current[key]!r} now")
+            elif key not in current:
+                lines.append(f"{name}: {saved[key]!r} in the checkpoint, absent now")
+            else:
+                lines += config_differences(saved[key], current[key], name)
+        return lines
+    return [] if saved == current else [f"{prefix}: {saved!r} in the checkpoint, {current!r} now"]
+
+
+def check_config(saved: Any, current: Any) -> None:
+    """Refuses to continue a run under another configuration.
+
+    Args:
+      saved: JSON-like configuration from the checkpoint.
+      current: Configuration of this run; tuples count as lists.
+
+    Raises:
+      ConfigMismatchError: Names each field that differs, with both values.
+    """
+    lines = config_differences(saved, json.loads(json.dumps(current)))
+    if lines:
+        raise ConfigMismatchError(
+            "resume: the configuration is not the one that the checkpoint was made with:\n  "
+            + "\n  ".join(lines)
+            + "\nresume with the same configuration, or start in another run directory"
+        )
+
+
+class Checkpointer:
+    """Saves and restores (train state, data state, configuration) by step number.
+
+    All processes of a run call every method, in the same order; the directory is shared by them.
+    ``save`` returns as soon as the arrays are copied to the host; the state may be donated to the next
+    step right after.
+    """
+
+    def __init__(
+        self,
+        directory: str | epath.PathLike,
+        *,
+        keep_last: int = 3,
+        keep_period: int | None = None,
+        asynchronous: bool = True,
+    ):
+        """Opens (and creates) a directory of checkpoints.
+
+        Args:
+          directory: Where the step directories go; a local path or one that ``etils.epath`` knows.
+          keep_last: How many of the newest steps to keep, at least 1.
+          keep_period: Steps that are multiples of this are kept for ever; None = none.
+          asynchronous: Write in the background.
+
+        Raises:
+          ValueError: A retention number below 1.
+          CheckpointError: The directory cannot be made or written.
+        """
+        if keep_last < 1:
+            raise ValueError(f"keep_last: got {keep_last}, expected at least 1")
+        if keep_period is not None and keep_period < 1:
+            raise ValueError(f"keep_period: got {keep_period}, expected at least 1 or None")
+        self.directory = epath.Path(directory).absolute()
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                self._set_incomplete_aside()
+            _barrier("checkpoint-directory-ready")
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=_Retention(keep_last, keep_period),
+                    cleanup_tmp_directories=True,
+                    enable_async_checkpointing=asynchronous,
+                ),
+                item_names=(_STATE, _META),
+                # Named here, so that a fresh process can read the array index before any save.
+                item_handlers={
+                    _STATE: ocp.StandardCheckpointHandler(),
+                    _META: ocp.JsonCheckpointHandler(),
+                },
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot use {self.directory} for checkpoints: {error}"
+            ) from error
+        self._pending: int | None = None
+
+    def __enter__(self) -> Checkpointer:
+        """Returns itself; leaving the block waits for the last save."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Closes."""
+        self.close()
+
+    def steps(self) -> tuple[int, ...]:
+        """Complete steps on disk, ascending."""
+        numbers = [int(p.name) for p in self.directory.iterdir() if p.name.isdigit()]
+        return tuple(sorted(n for n in numbers if _is_complete(self.directory / str(n))))
+
+    def latest_step(self) -> int | None:
+        """Last complete step, None if there is none; the same answer on every process."""
+        steps = self.steps()
+        latest = steps[-1] if steps else -1
+        if jax.process_count() > 1:
+            latest = int(multihost_utils.broadcast_one_to_all(np.int32(latest)))
+        return None if latest < 0 else latest
+
+    def save(self, step: int, state: Any, *, data_state: Any = None, config: Any = None) -> None:
+        """Starts writing one step; an error of the previous write comes out here too.
+
+        Args:
+          step: Number of finished steps, not saved before.
+          state: Pytree of arrays, sharded in any way.
+          data_state: JSON-able state of the data iterator, the same on every process.
+          config: JSON-able configuration to be compared at a resume.
+
+        Raises:
+          CheckpointError: The step exists already, or writing this or the previous one failed.
+          ValueError: The state holds a random key.
+        """
+        self.wait()
+        if step in self.steps():
+            raise CheckpointError(
+                f"{self.directory / str(step)} is a complete checkpoint and is not overwritten; "
+                "resume from the last step or use another run directory"
+            )
+        leaves, _ = flatten_state(state)
+        meta = {"format": _FORMAT, "step": step, "data": data_state, "config": config}
+        self._pending = step
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    **{_STATE: ocp.args.StandardSave(leaves), _META: ocp.args.JsonSave(meta)}
+                ),
+                force=True,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            self._fail(error)
+
+    def wait(self) -> None:
+        """Waits for the write in progress.
+
+        Raises:
+          CheckpointError: It failed; the message names the last complete step, which stays valid.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError, RuntimeError) as error:
+            self._fail(error)
+        self._pending = None
+
+    def restore(self, target: Any, step: int | None = None) -> Restored:
+        """Reads one step into the structure, dtypes and shardings of ``target``.
+
+        The mesh of the target may be any; it need not be the one that the step was saved from.
+
+        Args:
+          target: Pytree of arrays or of ``jax.ShapeDtypeStruct`` (with ``sharding``, else the first
+            device).
+          step: Which step; None = the last complete one.
+
+        Returns:
+          The :class:`Restored` step.
+
+        Raises:
+          CheckpointError: There is no such complete step, or it cannot be read.
+          CheckpointMismatchError: A key is missing or unknown, a shape or a dtype differs.
+        """
+        self.wait()
+        step = self.latest_step() if step is None else step
+        if step is None or not _is_complete(self.directory / str(step)):
+            raise CheckpointError(
+                f"there is no complete checkpoint {'' if step is None else f'of step {step} '}in "
+                f"{self.directory}; complete steps: {list(self.steps()) or 'none'}"
+            )
+        leaves, treedef = flatten_state(target)
+        try:
+            stored = dict(self._manager.item_metadata(step)[_STATE].tree)
+            _check_arrays(leaves, stored, self.directory / str(step))
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    **{
+                        _STATE: ocp.args.StandardRestore(
+                            {k: _abstract(v) for k, v in leaves.items()}
+                        ),
+                        _META: ocp.args.JsonRestore(),
+                    }
+                ),
+            )
+        except CheckpointMismatchError:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"checkpoint {self.directory / str(step)} cannot be read: {_first_line(error)}"
+            ) from error
+        state = jax.tree.unflatten(treedef, [restored[_STATE][name] for name in leaves])
+        meta = restored[_META]
+        return Restored(step, state, meta["data"], meta["config"])
+
+    def read_config(self, step: int) -> Any:
+        """Configuration that a complete step was saved with, without reading its arrays."""
+        return json.loads((self.directory / str(step) / _META / "metadata").read_text())["config"]
+
+    def close(self) -> None:
+        """Waits for the write in progress and lets the background threads go."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def _fail(self, error: Exception) -> None:
+        step, self._pending = self._pending, None
+        self._manager.reload()
+        if jax.process_index() == 0 and step is not None:
+            # Half a checkpoint is of no use, and the disk is likely to be full.
+            for path in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                path.rmtree(missing_ok=True)
+        steps = self.steps()
+        good = f"the last complete one is step {steps[-1]}" if steps else "there is no earlier one"
+        raise CheckpointError(
+            f"checkpoint of step {step} could not be written to {self.directory} ({good}): "
+            f"{_first_line(error)}"
+        ) from error
+
+    def _set_incomplete_aside(self) -> None:
+        for path in list(self.directory.iterdir()):
+            if not path.name.isdigit() or _is_complete(path):
+                continue
+            target, n = self.directory / f"incomplete-{path.name}", 1
+            while target.exists():
+                n += 1
+                target = self.directory / f"incomplete-{path.name}-{n}"
+            path.rename(target)
+
+
+def _is_complete(path: epath.Path) -> bool:
+    try:
+        commit = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+        meta = json.loads((path / _META / "metadata").read_text())
+    except (OSError, ValueError):
+        return False
+    return (
+        isinstance(commit, dict)
+        and commit.get("commit_timestamp_nsecs") is not None
+        and isinstance(meta, dict)
+        and meta.get("format") == _FORMAT
+        and (path / _STATE / "_METADATA").exists()
+    )
+
+
+def _check_arrays(target: Mapping[str, Any], stored: Mapping[str, Any], where: Any) -> None:
+    lines = [f"{name}: not in the checkpoint" for name in target if name not in stored]
+    lines += [f"{name}: in the checkpoint, not asked for" for name in stored if name not in target]
+    for name, leaf in target.items():
+        if name not in stored:
+            continue
+        want, have = _abstract(leaf), stored[name]
+        if tuple(have.shape) != want.shape:
+            lines.append(
+                f"{name}: shape {tuple(have.shape)} in the checkpoint, {want.shape} asked for"
+            )
+        if np.dtype(have.dtype) != want.dtype:
+            lines.append(f"{name}: dtype {have.dtype} in the checkpoint, {want.dtype} asked for")
+    if lines:
+        more = [f"... and {len(lines) - 20} more"] if len(lines) > 20 else []
+        raise CheckpointMismatchError(
+            f"{where} does not hold the state asked for (nothing is cast or filled in):\n  "
+            + "\n  ".join(lines[:20] + more)
+        )
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
