@@ -1,30 +1,32 @@
 """Checkpoints that either exist whole or do not count, on any number of devices.
 
-A thin layer over Orbax's asynchronous ``CheckpointManager``. One step directory holds three things that
-belong together: the train state's arrays, the data iterator's state and the configuration of the run.
+A thin layer over Orbax's asynchronous ``CheckpointManager``. One step directory holds three things
+that belong together: the train state's arrays, the data iterator's state and the configuration of
+the run.
 
 What this layer adds to Orbax, and why:
 
 * **Only complete steps exist.** With rename-style commits Orbax takes any numbered directory for a
-  finished step, also one that a dying copy job or a person made. Here a step counts only if its commit
-  record, its array index and its metadata are all there; anything else is set aside at start, so that
-  the next save at the same number succeeds instead of being skipped.
-* **Nothing is cast.** Orbax restores float32 into a bfloat16 target without a word. Here keys, shapes
-  and dtypes are compared before a byte is read, and every difference is named.
+  finished step, also one that a dying copy job or a person made. Here a step counts only if its
+  commit record, its array index and its metadata are all there; anything else is set aside at
+  start, so that the next save at the same number succeeds instead of being skipped.
+* **Nothing is cast.** Orbax restores float32 into a bfloat16 target without a word. Here keys,
+  shapes and dtypes are compared before a byte is read, and every difference is named.
 * **Errors say what is still good.** A save that fails (full disk, lost mount) raises
-  :class:`CheckpointError` with the last complete step, which is never deleted before its successor is
-  committed.
+  :class:`CheckpointError` with the last complete step, which is never deleted before its
+  successor is committed.
 
-Arrays are stored under flat names (``params.layers.attention.query``), so the container types of the
-state (NNX states, optax named tuples, dataclasses) may change without making a checkpoint unreadable.
-Random keys are refused: they are derived from seed and step (``fold_in(key(seed), step)``).
+Arrays are stored under flat names (``params.layers.attention.query``), so the container types of
+the state (NNX states, optax named tuples, dataclasses) may change without making a checkpoint
+unreadable. Random keys are refused: they are derived from seed and step
+(``fold_in(key(seed), step)``).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,16 +38,9 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatchError",
     "Checkpointer",
-    "ConfigMismatchError",
     "Restored",
-    "ResumeMode",
-    "check_config",
-    "config_differences",
     "flatten_state",
-    "resume_step",
 ]
-
-ResumeMode = Literal["auto", "never", "must"]
 
 _STATE, _META = "state", "meta"
 _FORMAT = 1
@@ -57,10 +52,6 @@ class CheckpointError(RuntimeError):
 
 class CheckpointMismatchError(ValueError):
     """The arrays in a checkpoint are not those that were asked for (key, shape or dtype)."""
-
-
-class ConfigMismatchError(ValueError):
-    """A run is resumed with another configuration than it was started with."""
 
 
 class Restored(NamedTuple):
@@ -122,73 +113,12 @@ def flatten_state(state: Any) -> tuple[dict[str, Any], Any]:
     return leaves, treedef
 
 
-def resume_step(mode: ResumeMode, latest: int | None, directory: Any) -> int | None:
-    """Decides which step a run continues from.
-
-    Args:
-      mode: ``auto`` = the last complete step if there is one, ``never`` = none, ``must`` = the last
-        complete step or an error.
-      latest: Last complete step, None if there is none.
-      directory: Where it was looked for (for the message).
-
-    Returns:
-      The step to restore, or None for a fresh start.
-
-    Raises:
-      CheckpointError: ``must`` and there is nothing to resume.
-      ValueError: Unknown mode.
-    """
-    if mode not in ("auto", "never", "must"):
-        raise ValueError(f"resume: got {mode!r}, expected 'auto', 'never' or 'must'")
-    if mode == "must" and latest is None:
-        raise CheckpointError(
-            f"resume 'must': there is no complete checkpoint in {directory}; "
-            "use resume 'auto' to start from the beginning when there is none"
-        )
-    return None if mode == "never" else latest
-
-
-def config_differences(saved: Any, current: Any, prefix: str = "") -> list[str]:
-    """Lists the fields in which two JSON-like configurations differ, one readable line each."""
-    if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        lines = []
-        for key in sorted({*saved, *current}):
-            name = f"{prefix}.{key}" if prefix else str(key)
-            if key not in saved:
-                lines.append(f"{name}: absent in the checkpoint, {current[key]!r} now")
-            elif key not in current:
-                lines.append(f"{name}: {saved[key]!r} in the checkpoint, absent now")
-            else:
-                lines += config_differences(saved[key], current[key], name)
-        return lines
-    return [] if saved == current else [f"{prefix}: {saved!r} in the checkpoint, {current!r} now"]
-
-
-def check_config(saved: Any, current: Any) -> None:
-    """Refuses to continue a run under another configuration.
-
-    Args:
-      saved: JSON-like configuration from the checkpoint.
-      current: Configuration of this run; tuples count as lists.
-
-    Raises:
-      ConfigMismatchError: Names each field that differs, with both values.
-    """
-    lines = config_differences(saved, json.loads(json.dumps(current)))
-    if lines:
-        raise ConfigMismatchError(
-            "resume: the configuration is not the one that the checkpoint was made with:\n  "
-            + "\n  ".join(lines)
-            + "\nresume with the same configuration, or start in another run directory"
-        )
-
-
 class Checkpointer:
     """Saves and restores (train state, data state, configuration) by step number.
 
     All processes of a run call every method, in the same order; the directory is shared by them.
-    ``save`` returns as soon as the arrays are copied to the host; the state may be donated to the next
-    step right after.
+    ``save`` returns as soon as the arrays are copied to the host; the state may be donated to the
+    next step right after.
     """
 
     def __init__(
@@ -335,17 +265,9 @@ class Checkpointer:
         try:
             stored = dict(self._manager.item_metadata(step)[_STATE].tree)
             _check_arrays(leaves, stored, self.directory / str(step))
-            restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    **{
-                        _STATE: ocp.args.StandardRestore(
-                            {k: _abstract(v) for k, v in leaves.items()}
-                        ),
-                        _META: ocp.args.JsonRestore(),
-                    }
-                ),
-            )
+            wanted = {name: _abstract(leaf) for name, leaf in leaves.items()}
+            args = {_STATE: ocp.args.StandardRestore(wanted), _META: ocp.args.JsonRestore()}
+            restored = self._manager.restore(step, args=ocp.args.Composite(**args))
         except CheckpointMismatchError:
             raise
         except (OSError, ValueError, RuntimeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import resource
@@ -212,12 +211,10 @@ def test_full_disk_raises_and_the_previous_step_stays_valid(tmp_path):
     with ckpt.Checkpointer(tmp_path, keep_last=1) as c:
         c.save(1, state)
         c.wait()
-        # No file may grow beyond 20 kB: the operating system refuses the write, as a full disk does.
+        # No file may grow beyond 20 kB: the system refuses the write, as a full disk does.
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         try:
-            with pytest.raises(
-                ckpt.CheckpointError, match=r"step 2 .* last complete one is step 1"
-            ):
+            with pytest.raises(ckpt.CheckpointError, match=r"step 2 .* complete one is step 1"):
                 c.save(2, make_state(2, width=128))
                 c.wait()
         finally:
@@ -237,35 +234,16 @@ def test_directory_that_cannot_be_made_is_a_clear_error(tmp_path):
         ckpt.Checkpointer(tmp_path, keep_last=0)
 
 
-def test_resume_modes():
-    assert ckpt.resume_step("auto", None, "d") is None
-    assert ckpt.resume_step("auto", 4, "d") == ckpt.resume_step("must", 4, "d") == 4
-    assert ckpt.resume_step("never", 4, "d") is None
-    with pytest.raises(ckpt.CheckpointError, match="no complete checkpoint in d"):
-        ckpt.resume_step("must", None, "d")
-    with pytest.raises(ValueError, match="got 'maybe'"):
-        ckpt.resume_step("maybe", 4, "d")
-
-
-def test_other_configuration_is_refused_and_the_fields_are_named():
-    saved = json.loads(json.dumps({"model": {"layers": 2, "shape": (1, 2)}, "lr": 0.1, "old": 1}))
-    ckpt.check_config(saved, {"model": {"layers": 2, "shape": (1, 2)}, "lr": 0.1, "old": 1})
-    with pytest.raises(ckpt.ConfigMismatchError) as error:
-        ckpt.check_config(saved, {"model": {"layers": 4, "shape": (1, 2)}, "lr": 0.1, "new": 1})
-    message = str(error.value)
-    assert "model.layers: 2 in the checkpoint, 4 now" in message
-    assert "old: 1 in the checkpoint, absent now" in message
-    assert "new: absent in the checkpoint, 1 now" in message
-    assert "lr:" not in message and "shape" not in message
-
-
 MESHES = """
     import contextlib, sys, jax, jax.numpy as jnp, numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
     from jaxlib_papers.train import checkpoint as ckpt
     def mesh(shape):
         devices = jax.devices()[: int(np.prod(shape))]
-        return jax.make_mesh(shape, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+        auto = (AxisType.Auto,) * 2
+        return jax.make_mesh(shape, ("data", "fsdp"), axis_types=auto, devices=devices)
+    def active(m):
+        return contextlib.nullcontext() if m is None else jax.set_mesh(m)
     w = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
     def state(m):
         return {"w": jax.device_put(w, NamedSharding(m, P("data", "fsdp"))),
@@ -273,21 +251,22 @@ MESHES = """
     targets = [mesh((2, 4)), mesh((8, 1)), mesh((1, 1)), mesh((4, 2))]
     number = 1
     with ckpt.Checkpointer(sys.argv[1], keep_last=100) as c:
-        for active_at_save in (None, targets[-1]):
-            with contextlib.nullcontext() if active_at_save is None else jax.set_mesh(active_at_save):
+        for at_save in (None, targets[-1]):
+            with active(at_save):
                 c.save(number, state(mesh((4, 2))))
                 c.wait()
             for m in targets:
                 target = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(m))
-                for active in (None, m, targets[-1]):
-                    with contextlib.nullcontext() if active is None else jax.set_mesh(active):
+                for at_restore in (None, m, targets[-1]):
+                    with active(at_restore):
                         got = c.restore(target, number).state
-                    assert got["w"].sharding == target["w"].sharding, (got["w"].sharding, m, active)
+                    assert got["w"].sharding == target["w"].sharding, (m, at_restore)
                     np.testing.assert_array_equal(np.asarray(got["w"]), w)
                     assert int(got["step"]) == 7
-            one = c.restore({"w": jax.ShapeDtypeStruct(w.shape, w.dtype), "step": np.int32(0)}, number)
-            np.testing.assert_array_equal(np.asarray(one.state["w"]), w)
+            plain = {"w": jax.ShapeDtypeStruct(w.shape, w.dtype), "step": np.int32(0)}
+            one = c.restore(plain, number).state
+            np.testing.assert_array_equal(np.asarray(one["w"]), w)
             number += 1
     print("ok")
 """
