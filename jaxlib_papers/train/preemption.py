@@ -1,9 +1,9 @@
 """Stopping in time: a signal ends the run after the step in progress, with a checkpoint.
 
 Clusters announce the end of a job with SIGTERM, people with Ctrl-C (SIGINT). Either asks the loop
-to finish the step that runs, save and leave with :data:`PREEMPTED_EXIT_CODE`, so that a scheduler can
-tell "start me again" from success (0), wrong input (2) and failure (1). A second signal ends the
-process at once with the usual 128 + signal number; the last complete checkpoint is valid then.
+to finish the step that runs, save and leave with :data:`PREEMPTED_EXIT_CODE`, so that a scheduler
+can tell "start me again" from success (0), wrong input (2) and failure (1). A second signal ends
+the process at once with the usual 128 + signal number; the last complete checkpoint is valid then.
 """
 
 from __future__ import annotations
