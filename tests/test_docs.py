@@ -1,0 +1,58 @@
+"""The code that README and guide show runs as it stands, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN = [ROOT / "README.md", ROOT / "docs" / "using-methods.md"]
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def run(path: Path) -> dict:
+    """Runs the page's blocks one after another, as a reader would paste them."""
+    names: dict = {"__name__": "page"}
+    for block in python_blocks(path.read_text(encoding="utf-8")):
+        exec(compile(block, str(path), "exec"), names)
+    return names
+
+
+def test_readme_example_gives_a_loss():
+    names = run(ROOT / "README.md")
+    assert 0.3665 <= float(names["loss"]) <= 18.43
+    assert int(names["metrics"]["num_domains_present"]) == 3
+
+
+def test_guide_trains_a_step():
+    names = run(ROOT / "docs" / "using-methods.md")
+    assert float(names["loss"]) > 0
+    gradient = jax.tree.leaves(names["gradients"])
+    assert all(bool((leaf != 0).any()) for leaf in gradient)
+    assert int(names["state"].step) == 1 and float(names["metrics"]["lm_loss"]) > 3.5
+    assert names["hidden"].shape == (8, 32, 32)
+
+
+def test_readme_keeps_its_promise_of_five_lines():
+    (block,) = python_blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len([line for line in block.splitlines() if line.strip()]) == 5
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_links_to_files_lead_somewhere(path):
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_make_targets_named_in_the_text_exist():
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.M))
+    named = {t for p in PAGES for t in re.findall(r"^make ([a-z][\w-]*)", p.read_text(), re.M)}
+    assert named and named <= targets
