@@ -9,6 +9,7 @@ squared log-sum-exp of Zoph et al., "ST-MoE", arXiv 2202.08906.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -77,6 +78,7 @@ def router_mean(
     """
     _check(logits, mask, segment_ids, num_segments)
     *rows, tokens, experts = logits.shape
+    count = math.prod(rows)
     acc = jnp.float64 if logits.dtype == jnp.float64 else jnp.float32
     weight = jnp.ones((*rows, tokens), acc)
     if mask is not None:
@@ -87,7 +89,7 @@ def router_mean(
         groups = num_segments
         ids = jnp.broadcast_to(jnp.asarray(segment_ids), weight.shape)
         weight = jnp.where((ids >= 1) & (ids <= groups), weight, jnp.zeros((), acc))
-        segment = ids.astype(jnp.int32).reshape(-1, tokens) - jnp.int32(1)
+        segment = ids.astype(jnp.int32).reshape(count, tokens) - jnp.int32(1)
     if logits.size == 0:
         backend = "xla"
     else:
@@ -100,8 +102,8 @@ def router_mean(
     sums, total, square = _router_sums(
         groups,
         backend,
-        logits.reshape(-1, tokens, experts),
-        jax.lax.stop_gradient(weight.reshape(-1, tokens)),
+        logits.reshape(count, tokens, experts),
+        jax.lax.stop_gradient(weight.reshape(count, tokens)),
         segment,
     )
     safe = jnp.where(total > 0, total, jnp.ones((), acc))

@@ -105,7 +105,7 @@ def _forward_kernel(*refs, tokens: int, experts: int, groups: int, block: int, s
         # Three bfloat16 terms carry all of a float32; a tf32 product would keep 11 bits.
         for _ in range(3):
             term = rest.astype(jnp.bfloat16)
-            sums = sums + pl.dot(one_hot, term)
+            sums = sums + plgpu.dot(one_hot, term)
             rest = rest - term.astype(jnp.float32)
         total = total + jnp.sum(jnp.where(member, weight[None, :], 0.0), axis=1)
         square = square + jnp.sum(jnp.where(member, z[None, :], 0.0), axis=1)
