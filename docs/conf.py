@@ -1,5 +1,7 @@
 """Sphinx configuration. API pages are made from the docstrings at each build; no network needed."""
 
+import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -48,6 +50,23 @@ def public_modules(package: str) -> list[str]:
     return names
 
 
+def module_page(name: str) -> str:
+    """The page of one module; what it only passes on from another public module is a line."""
+    module = importlib.import_module(name)
+    here, elsewhere = [], []
+    for member in module.__all__:
+        home = getattr(getattr(module, member), "__module__", name)
+        public = home != name and not any(part.startswith("_") for part in home.split("."))
+        if public and home.split(".")[0] in PACKAGES:
+            elsewhere.append(f"`{member}` (from `{home}`)")
+        else:
+            here.append(member)
+    lines = [f"# {name}", "", "```{eval-rst}", f".. automodule:: {name}"]
+    lines += [f"   :members: {', '.join(here)}"] * bool(here) + ["```", ""]
+    lines += ["Also importable from here: " + ", ".join(elsewhere) + ".", ""] * bool(elsewhere)
+    return "\n".join(lines)
+
+
 def write_api_pages() -> None:
     """One page a module and one index, rewritten only when the text changes."""
     place = DOCS / "api" / "_generated"
@@ -58,9 +77,7 @@ def write_api_pages() -> None:
         modules = public_modules(package)
         index += [f"## {title}", "", "```{toctree}", ":maxdepth: 1", "", *modules, "```", ""]
         for module in modules:
-            wanted[f"{module}.md"] = (
-                f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n   :members:\n```\n"
-            )
+            wanted[f"{module}.md"] = module_page(module)
     wanted["index.md"] = "\n".join(index)
     for old in place.glob("*.md"):
         if old.name not in wanted:
@@ -69,6 +86,35 @@ def write_api_pages() -> None:
         path = place / name
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)
+
+
+def as_list_table(rows: list[str]) -> list[str]:
+    """A Markdown table of a docstring in the form that Sphinx reads."""
+    cells = [[cell.strip() for cell in row.strip().strip("|").split("|")] for row in rows]
+    out = [".. list-table::", "   :header-rows: 1", ""]
+    for row in [cells[0], *cells[2:]]:
+        out += [f"   {'* -' if i == 0 else '  -'} {cell}" for i, cell in enumerate(row)]
+    return ["", *out, ""]
+
+
+def convert_markdown(app, what, name, obj, options, lines: list[str]) -> None:
+    """Docstrings use Markdown tables, since they are read in editors more often than here."""
+    out, table = [], []
+    for line in [*lines, ""]:
+        if line.startswith("|"):
+            table.append(line)
+            continue
+        out += as_list_table(table) if len(table) > 2 else table
+        table = []
+        out.append(line)
+    # In a docstring `*batch` is an axis or an argument, not the start of emphasis.
+    out = [re.sub(r"(?<![*`\\\w])\*(?=[A-Za-z])", r"\\*", line) for line in out[:-1]]
+    # Markdown reads `Name`s as intended; here the plural needs a break between the two.
+    lines[:] = [re.sub(r"(`[^`\s][^`]*`)(?=[A-Za-z])", r"\1\\ ", line) for line in out]
+
+
+def setup(app) -> None:
+    app.connect("autodoc-process-docstring", convert_markdown, priority=100)
 
 
 write_api_pages()
