@@ -1,0 +1,1 @@
+"""The trainer: mesh, sharding, state, step, loop, checkpoints, metrics."""
