@@ -1,8 +1,8 @@
 """Named argument shapes of a kernel, shared by the tests, the bench and the ahead-of-time check.
 
-Every kernel folder has a ``cases.py`` with a tuple ``CASES`` of `Case`. A case knows how to call the
-public function, how to draw arguments, and what the algorithm can't do with less of: floating-point
-operations and bytes moved to and from main memory.
+Every kernel folder has a ``cases.py`` with a tuple ``CASES`` of `Case`. A case knows how to call
+the public function, how to draw arguments, and what the algorithm can't do with less of:
+floating-point operations and bytes moved to and from main memory.
 """
 
 from __future__ import annotations

@@ -99,13 +99,11 @@ def router_mean(
             tpu=tpu.unsupported(logits.dtype, experts, groups),
             gpu=gpu.unsupported(logits.dtype, experts, groups),
         )
-    sums, total, square = _router_sums(
-        groups,
-        backend,
-        logits.reshape(count, tokens, experts),
-        jax.lax.stop_gradient(weight.reshape(count, tokens)),
-        segment,
+    weight = jax.lax.stop_gradient(weight.reshape(count, tokens))
+    sums, square = _router_sums(
+        groups, backend, logits.reshape(count, tokens, experts), weight, segment
     )
+    total = reference.segment_weights(weight, segment, groups)
     safe = jnp.where(total > 0, total, jnp.ones((), acc))
     mean = sums / safe[..., None]
     if segment is None:
@@ -155,7 +153,7 @@ def _router_sums(
     logits: Array,
     weight: Array,
     segment: Array | None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array]:
     if backend == "xla":
         return reference.router_sums(logits, weight, segment, groups)
     if backend == "gpu":
@@ -169,7 +167,7 @@ def _forward(groups, backend, logits, weight, segment):
 
 def _backward(groups, backend, residuals, cotangents):
     logits, weight, segment = residuals
-    d_sums, _, d_square = cotangents
+    d_sums, d_square = cotangents
     if backend == "xla":
         grad = reference.router_sums_vjp(logits, weight, segment, d_sums, d_square)
     elif backend == "gpu":

@@ -73,7 +73,7 @@ def _softmax(logits_ref, weight_ref, segment_ref, row, start, *, tokens, experts
 
 def _forward_kernel(*refs, tokens: int, experts: int, groups: int, block: int, stretch: int):
     segmented = groups > 1
-    logits_ref, weight_ref, segment_ref, sums_ref, total_ref, square_ref = (
+    logits_ref, weight_ref, segment_ref, sums_ref, square_ref = (
         refs if segmented else (*refs[:2], None, *refs[2:])
     )
     width = _padded(experts)
@@ -82,7 +82,7 @@ def _forward_kernel(*refs, tokens: int, experts: int, groups: int, block: int, s
     group = jnp.arange(height, dtype=jnp.int32)
 
     def step(i, carry):
-        sums, total, square = carry
+        sums, square = carry
         start = part * stretch + i * block
         p, lse, weight, segment, _ = _softmax(
             logits_ref,
@@ -98,7 +98,7 @@ def _forward_kernel(*refs, tokens: int, experts: int, groups: int, block: int, s
         p = weight[:, None] * p
         z = weight * lse * lse
         if not segmented:
-            return sums + jnp.sum(p, axis=0), total + jnp.sum(weight), square + jnp.sum(z)
+            return sums + jnp.sum(p, axis=0), square + jnp.sum(z)
         member = segment[None, :] == group[:, None]
         one_hot = member.astype(jnp.bfloat16)
         rest = p
@@ -107,31 +107,27 @@ def _forward_kernel(*refs, tokens: int, experts: int, groups: int, block: int, s
             term = rest.astype(jnp.bfloat16)
             sums = sums + plgpu.dot(one_hot, term)
             rest = rest - term.astype(jnp.float32)
-        total = total + jnp.sum(jnp.where(member, weight[None, :], 0.0), axis=1)
         square = square + jnp.sum(jnp.where(member, z[None, :], 0.0), axis=1)
-        return sums, total, square
+        return sums, square
 
     steps = stretch // block
     column = jnp.arange(width, dtype=jnp.int32) < experts
     if segmented:
-        zeros = jnp.zeros((height,), jnp.float32)
-        carry = (jnp.zeros((height, width), jnp.float32), zeros, zeros)
-        sums, total, square = jax.lax.fori_loop(0, steps, step, carry)
+        carry = (jnp.zeros((height, width), jnp.float32), jnp.zeros((height,), jnp.float32))
+        sums, square = jax.lax.fori_loop(0, steps, step, carry)
         here = group < groups
         plgpu.store(
             sums_ref.at[row, part, pl.ds(0, height), pl.ds(0, width)],
             sums,
             mask=here[:, None] & column[None, :],
         )
-        plgpu.store(total_ref.at[row, part, pl.ds(0, height)], total, mask=here)
         plgpu.store(square_ref.at[row, part, pl.ds(0, height)], square, mask=here)
     else:
-        carry = (jnp.zeros((width,), jnp.float32), jnp.float32(0), jnp.float32(0))
-        sums, total, square = jax.lax.fori_loop(0, steps, step, carry)
+        carry = (jnp.zeros((width,), jnp.float32), jnp.float32(0))
+        sums, square = jax.lax.fori_loop(0, steps, step, carry)
         plgpu.store(
             sums_ref.at[row, part, pl.ds(0, 1), pl.ds(0, width)], sums[None], mask=column[None]
         )
-        total_ref[row, part, 0] = total
         square_ref[row, part, 0] = square
 
 
@@ -142,7 +138,7 @@ def router_sums(
     num_segments: int,
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "R G N"], Float[Array, "R G"], Float[Array, "R G"]]:
+) -> tuple[Float[Array, "R G N"], Float[Array, "R G"]]:
     """Same as `reference.router_sums`."""
     rows, tokens, experts = logits.shape
     weight, segment = _one_segment(weight, segment, num_segments)
@@ -150,8 +146,8 @@ def router_sums(
     stretch = min(max(_STRETCH, block), block * next_power_of_2(ceil_div(tokens, block)))
     parts = ceil_div(tokens, stretch)
     operands = [logits, weight] if segment is None else [logits, weight, segment]
-    partial = [(rows, parts, num_segments, experts), *[(rows, parts, num_segments)] * 2]
-    sums, total, square = pl.pallas_call(
+    partial = [(rows, parts, num_segments, experts), (rows, parts, num_segments)]
+    sums, square = pl.pallas_call(
         functools.partial(
             _forward_kernel,
             tokens=tokens,
@@ -166,7 +162,7 @@ def router_sums(
         interpret=interpret,
         name="router_mean_forward",
     )(*operands)
-    return jnp.sum(sums, axis=1), jnp.sum(total, axis=1), jnp.sum(square, axis=1)
+    return jnp.sum(sums, axis=1), jnp.sum(square, axis=1)
 
 
 def _one_segment(weight, segment, groups):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-__all__ = ["router_sums", "router_sums_vjp"]
+__all__ = ["router_sums", "router_sums_vjp", "segment_weights"]
 
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -31,24 +31,30 @@ def _one_hot(segment: Array, num_segments: int, dtype: jnp.dtype) -> Array:
     return (segment[..., None] == ids).astype(dtype)
 
 
+def segment_weights(
+    weight: Float[Array, "R T"], segment: Int[Array, "R T"] | None, num_segments: int
+) -> Float[Array, "R G"]:
+    """Sum of the weights of each segment."""
+    if segment is None:
+        return jnp.sum(weight, axis=1)[:, None]
+    return jnp.sum(_one_hot(segment, num_segments, weight.dtype) * weight[..., None], axis=1)
+
+
 def router_sums(
     logits: Float[Array, "R T N"],
     weight: Float[Array, "R T"],
     segment: Int[Array, "R T"] | None,
     num_segments: int,
-) -> tuple[Float[Array, "R G N"], Float[Array, "R G"], Float[Array, "R G"]]:
-    """Per segment: sum of w softmax(z), sum of w, and sum of w logsumexp(z)^2."""
+) -> tuple[Float[Array, "R G N"], Float[Array, "R G"]]:
+    """Per segment: sum of w softmax(z) and sum of w logsumexp(z)^2."""
     p, lse, _ = _softmax(logits, weight)
     square = weight * lse * lse
     if segment is None:
         sums = jnp.einsum("rt,rtn->rn", weight, p, precision=_EXACT)
-        return sums[:, None], jnp.sum(weight, 1)[:, None], jnp.sum(square, 1)[:, None]
+        return sums[:, None], jnp.sum(square, axis=1)[:, None]
     one_hot = _one_hot(segment, num_segments, weight.dtype)
     sums = jnp.einsum("rtg,rtn->rgn", one_hot, weight[..., None] * p, precision=_EXACT)
-    total, square_sum = (
-        jnp.einsum("rtg,rt->rg", one_hot, v, precision=_EXACT) for v in (weight, square)
-    )
-    return sums, total, square_sum
+    return sums, jnp.einsum("rtg,rt->rg", one_hot, square, precision=_EXACT)
 
 
 def router_sums_vjp(

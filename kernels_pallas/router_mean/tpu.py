@@ -84,27 +84,24 @@ def _one_hot(segment_ref, counted: Array, groups: int) -> Array:
 
 def _forward_kernel(*refs, tokens: int, block: int, groups: int):
     if groups > 1:
-        logits_ref, weight_ref, segment_ref, sums_ref, stats_ref = refs
+        logits_ref, weight_ref, segment_ref, sums_ref, square_ref = refs
     else:
-        logits_ref, weight_ref, sums_ref, stats_ref = refs
+        logits_ref, weight_ref, sums_ref, square_ref = refs
 
     @pl.when(pl.program_id(1) == 0)
     def _():
         sums_ref[...] = jnp.zeros_like(sums_ref)
-        stats_ref[...] = jnp.zeros_like(stats_ref)
+        square_ref[...] = jnp.zeros_like(square_ref)
 
     p, lse, weight, counted = _softmax(logits_ref, weight_ref, tokens, block)
     square = weight * lse * lse
     if groups > 1:
         member = _one_hot(segment_ref, counted, groups)
         sums_ref[0] += _dot_one_hot(weight * p, member.astype(jnp.bfloat16), (1, 1))
-        totals = [
-            jnp.sum(jnp.where(member, row, 0.0), axis=1, keepdims=True) for row in (weight, square)
-        ]
+        square = jnp.where(member, square, 0.0)
     else:
         sums_ref[0] += jnp.sum(weight * p, axis=1, keepdims=True)
-        totals = [jnp.sum(row, axis=1, keepdims=True) for row in (weight, square)]
-    stats_ref[0] += jnp.concatenate(totals, axis=1)
+    square_ref[0] += jnp.sum(square, axis=1, keepdims=True)
 
 
 def _specs(experts: int, block: int, groups: int) -> list[pl.BlockSpec]:
@@ -125,7 +122,7 @@ def router_sums(
     num_segments: int,
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "R G N"], Float[Array, "R G"], Float[Array, "R G"]]:
+) -> tuple[Float[Array, "R G N"], Float[Array, "R G"]]:
     """Same as `reference.router_sums`; blocks of tokens accumulate in order."""
     rows, tokens, experts = logits.shape
     if num_segments == 1 and segment is not None:
@@ -134,29 +131,29 @@ def router_sums(
     block = _block_tokens(tokens, experts, num_segments)
     operands = _operands(logits, weight, segment)
     cells = rows * tokens * experts
-    sums, stats = pl.pallas_call(
+    sums, square = pl.pallas_call(
         functools.partial(_forward_kernel, tokens=tokens, block=block, groups=num_segments),
         grid=(rows, ceil_div(tokens, block)),
         in_specs=_specs(experts, block, num_segments),
         out_specs=[
             pl.BlockSpec((1, experts, num_segments), lambda r, t: (r, 0, 0)),
-            pl.BlockSpec((1, num_segments, 2), lambda r, t: (r, 0, 0)),
+            pl.BlockSpec((1, num_segments, 1), lambda r, t: (r, 0, 0)),
         ],
         out_shape=[
             result_type((rows, experts, num_segments), jnp.float32, *operands),
-            result_type((rows, num_segments, 2), jnp.float32, *operands),
+            result_type((rows, num_segments, 1), jnp.float32, *operands),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=6 * cells,
             transcendentals=cells,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in operands)
-            + 4 * rows * num_segments * (experts + 2),
+            + 4 * rows * num_segments * (experts + 1),
         ),
         interpret=interpret,
         name="router_mean_forward",
     )(*operands)
-    return jnp.swapaxes(sums, 1, 2), stats[..., 0], stats[..., 1]
+    return jnp.swapaxes(sums, 1, 2), square[..., 0]
 
 
 def _backward_kernel(*refs, tokens: int, block: int, groups: int):

@@ -140,10 +140,8 @@ def test_triton_kernel_interpreted_equals_reference(tokens, experts, groups):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
     cotangents = [jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in expected]
     np.testing.assert_allclose(
-        gpu.router_sums_vjp(
-            logits, weight, segment, cotangents[0], cotangents[2], interpret=True
-        ),
-        reference.router_sums_vjp(logits, weight, segment, cotangents[0], cotangents[2]),
+        gpu.router_sums_vjp(logits, weight, segment, *cotangents, interpret=True),
+        reference.router_sums_vjp(logits, weight, segment, *cotangents),
         rtol=2e-5,
         atol=2e-6,
     )
