@@ -1,0 +1,167 @@
+"""One sweep over every Flax class: a module is a value, whatever paper it comes from."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.conformance.cases import CASES, Case
+from tests.conformance.discovery import module_classes
+
+DTYPES = ("float32", "bfloat16")
+# Rounding differs between fused and unfused code: by some last places of the compute dtype.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
+
+
+def params_of(module: nnx.Module):
+    return nnx.split(module, nnx.Param, ...)
+
+
+def float_leaves(tree) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def size_of_output(case: Case, module: nnx.Module, key: jax.Array) -> jax.Array:
+    """A scalar that every floating output moves, by a different amount at each place."""
+    total = jnp.float32(0)
+    for index, leaf in enumerate(float_leaves(case.call(module, key))):
+        leaf = leaf.astype(jnp.float32)
+        weight = jnp.cos(jnp.arange(leaf.size, dtype=jnp.float32) + index).reshape(leaf.shape)
+        total += jnp.sum(weight * jnp.tanh(leaf))
+    return total
+
+
+def problems_of_structure(module: nnx.Module) -> list[str]:
+    """What keeps a module from being a plain tree of annotated arrays."""
+    found = []
+    _, state = nnx.split(module)
+    for path, variable in nnx.to_flat_state(state):
+        name = ".".join(map(str, path))
+        value = variable[...]
+        if isinstance(variable, nnx.RngState) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            found.append(f"{name}: random state")
+        if value.dtype == jnp.uint32:
+            found.append(f"{name}: a uint32 leaf, as an old-style key is")
+        if isinstance(variable, nnx.Param):
+            axes = variable.get_metadata().get("logical_axes")
+            if axes is None or len(axes) != value.ndim:
+                found.append(f"{name}: logical_axes={axes} for shape {value.shape}")
+    return found
+
+
+def check_graph_modes(module: nnx.Module) -> None:
+    """Splits and merges in both modes; a shared variable raises in tree mode."""
+    for graph in (True, False):
+        with nnx.set_graph_mode(graph):
+            graphdef, state = nnx.split(module)
+            again = nnx.merge(graphdef, state)
+        old, new = jax.tree.leaves(module), jax.tree.leaves(again)
+        assert len(old) == len(new) and all(map(np.array_equal, old, new))
+
+
+@pytest.fixture(scope="module")
+def built():
+    """Modules by (name, dtype); construction is the slow part of each test."""
+    cache = {}
+
+    def build(name: str, dtype: str) -> nnx.Module:
+        if (name, dtype) not in cache:
+            cache[name, dtype] = CASES[name].make(jax.random.key(0), dtype)
+        return cache[name, dtype]
+
+    return build
+
+
+def qualified_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__name__}"
+
+
+def test_every_module_class_has_a_case_and_every_case_a_class():
+    found = {qualified_name(cls) for cls in module_classes()}
+    assert set(CASES) == found, "add the class to (or remove it from) cases.py"
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_structure(name, built):
+    module = built(name, "float32")
+    assert qualified_name(type(module)) == name
+    assert problems_of_structure(module) == []
+    check_graph_modes(module)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_construction_depends_on_the_key_and_on_nothing_else(name, built):
+    module, case = built(name, "float32"), CASES[name]
+    again = case.make(jax.random.key(0), "float32")
+    assert all(map(np.array_equal, jax.tree.leaves(module), jax.tree.leaves(again)))
+    abstract = jax.eval_shape(lambda key: case.make(key, "float32"), jax.random.key(0))
+    for real, shape in zip(jax.tree.leaves(module), jax.tree.leaves(abstract), strict=True):
+        assert (real.shape, real.dtype) == (shape.shape, shape.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_jit_equals_eager_and_the_call_leaves_no_trace(name, dtype, built):
+    module, case, key = built(name, dtype), CASES[name], jax.random.key(1)
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(module)]
+    eager = case.call(module, key)
+    jitted = jax.jit(case.call)(module, key)
+    assert jax.tree.structure(eager) == jax.tree.structure(jitted)
+    assert jax.tree.leaves(eager), "the case returns no arrays"
+    for one, other in zip(jax.tree.leaves(eager), jax.tree.leaves(jitted), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        one, other = (np.asarray(x.astype(jnp.float32)) for x in (one, other))
+        assert np.isfinite(one).all()
+        scale = max(1.0, np.abs(one).max(initial=0.0))
+        np.testing.assert_allclose(other, one, rtol=0, atol=TOLERANCE[dtype] * scale)
+    assert all(map(np.array_equal, before, jax.tree.leaves(module)))
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_gradients_are_finite_and_reach_every_parameter(name, dtype, graph, built):
+    module, case, key = built(name, dtype), CASES[name], jax.random.key(1)
+    with nnx.set_graph_mode(graph):
+        graphdef, params, rest = params_of(module)
+
+        def loss(params):
+            return size_of_output(case, nnx.merge(graphdef, params, rest), key)
+
+        value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+    assert np.isfinite(float(value))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        where = jax.tree_util.keystr(path)
+        assert bool(jnp.isfinite(leaf).all()), f"{where} is not finite"
+        if not any(part in where for part in case.without_gradient):
+            assert bool((leaf != 0).any()), f"{where} gets no gradient"
+
+
+class TestTheChecksThemselves:
+    """Modules that break the rules, each seen by the check that is there for it."""
+
+    class Plain(nnx.Module):
+        def __init__(self, axes=("embed",)):
+            self.scale = nnx.Param(jnp.ones(3), logical_axes=axes)
+
+    def test_good_module(self):
+        assert problems_of_structure(self.Plain()) == []
+        check_graph_modes(self.Plain())
+
+    @pytest.mark.parametrize("axes", [(), ("embed", "mlp"), None])
+    def test_missing_axes(self, axes):
+        assert "logical_axes" in problems_of_structure(self.Plain(axes))[0]
+
+    def test_random_state(self):
+        module = self.Plain()
+        module.rngs = nnx.Rngs(0)
+        assert any("random state" in problem for problem in problems_of_structure(module))
+
+    def test_sharing(self):
+        module = self.Plain()
+        module.other = module.scale
+        with pytest.raises(ValueError):
+            check_graph_modes(module)
