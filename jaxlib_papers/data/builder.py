@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core.utils import tqdm_utils
 
 from jaxlib_papers.data.documents import Document, Source
 from jaxlib_papers.data.errors import DataError
@@ -251,7 +252,7 @@ def _quiet() -> Iterator[None]:
     """Keep TFDS's progress bars and notices off the screen while a corpus is written."""
     logger = logging.getLogger("absl")
     level = logger.level
-    shown = getattr(tfds.core.utils.tqdm_utils, "_active", True)
+    shown = getattr(tqdm_utils, "_active", True)
     logger.setLevel(logging.WARNING)
     tfds.disable_progress_bar()
     try:

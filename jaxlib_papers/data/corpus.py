@@ -85,7 +85,7 @@ class Corpus:
         import tensorflow_datasets as tfds
 
         (version,) = (self.path / "domain_text").iterdir()
-        builder = tfds.builder_from_directory(os.fspath(version))
+        builder: Any = tfds.builder_from_directory(os.fspath(version))
         return builder.as_data_source(split=self.check_split(split))
 
     def documents(self, split: str) -> Iterator[Document]:

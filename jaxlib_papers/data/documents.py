@@ -27,7 +27,10 @@ class Source(Protocol):
     have changed; it decides whether a prepared corpus on disk is used again.
     """
 
-    kind: str
+    @property
+    def kind(self) -> str:
+        """Return the scheme of the spec."""
+        ...
 
     def signature(self) -> Any:
         """Return the JSON value described above."""

@@ -18,6 +18,7 @@ import ast
 import csv
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import io
@@ -51,7 +52,7 @@ _DESCRIBED = tuple(
 )
 _SKIPPED_FOLDERS = frozenset(
     "__pycache__ site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data "
-    "turtledemo ensurepip config".split()
+    "turtledemo ensurepip".split()
 )
 _MIN_DOCUMENT_BYTES = 512
 
@@ -188,7 +189,11 @@ def _python_files() -> list[_Candidate]:
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name not in _SKIPPED_FOLDERS and not name.startswith("config-")
+        ]
         for name in names:
             # _sysconfigdata* records the paths of the machine that built the interpreter.
             if name.endswith(".py") and not name.startswith("_sysconfigdata"):
@@ -204,7 +209,7 @@ def _python_files() -> list[_Candidate]:
 def _prose() -> list[_Candidate]:
     found: list[_Candidate] = []
     try:
-        from pydoc_data.topics import topics
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
         topics = {}
     for topic in topics:
@@ -224,7 +229,7 @@ def _prose() -> list[_Candidate]:
 
 
 def _description(package: str) -> str:
-    metadata = importlib.metadata.metadata(package)
+    metadata: Any = importlib.metadata.metadata(package)
     body = metadata.get("Description") or metadata.get_payload() or ""
     return str(body).replace("\r\n", "\n")
 

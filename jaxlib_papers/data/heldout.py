@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxlib_papers.data.corpus import Corpus
 from jaxlib_papers.data.errors import DataError
 from jaxlib_papers.data.packing import Batch, Span, max_segments, pack
-from jaxlib_papers.data.token_store import open_tokens
+from jaxlib_papers.data.token_store import DomainTokens, open_tokens
 from jaxlib_papers.data.tokenizers import Tokenizer
 
 __all__ = ["heldout_batches"]
@@ -58,7 +58,15 @@ def heldout_batches(
     return _batches(streams, domain_id, seq_len, batch, limit, segments, tokenizer.pad_id)
 
 
-def _batches(streams, domain_id, seq_len, batch, limit, segments, pad_id) -> Iterator[Batch]:
+def _batches(
+    streams: Sequence[DomainTokens],
+    domain_id: int,
+    seq_len: int,
+    batch: int,
+    limit: int | None,
+    segments: int,
+    pad_id: int,
+) -> Iterator[Batch]:
     total = streams[domain_id].total
     starts = range(0, total, seq_len)
     count = -(-len(starts) // batch)

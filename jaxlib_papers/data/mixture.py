@@ -135,7 +135,7 @@ def make_schedule(
     earlier = np.zeros(flat.shape, np.int64)
     for index in present:
         places = flat == index
-        earlier[places] = np.arange(counts[index])
+        earlier[places] = np.arange(int(counts[index]))
     return MixtureSchedule(np.ascontiguousarray(domain), earlier.reshape(domain.shape), counts)
 
 
@@ -152,8 +152,8 @@ def _check_feasible(
         raise DataError(
             f"domain {names[largest]!r} has {share[largest]:.4g} of the weight, so some "
             f"micro-batch of {size} rows would hold no other domain; at most {1 - 1 / size:.4g} is "
-            "possible. Lower its weight, enlarge the micro-batch (global_batch / accum_steps), or set "
-            "the other weights to 0"
+            "possible. Lower its weight, enlarge the micro-batch (global_batch / accum_steps), or "
+            "set the other weights to 0"
         )
 
 
@@ -188,7 +188,7 @@ def _spread(counts: np.ndarray, present: np.ndarray) -> np.ndarray:
     domains = []
     for place, index in enumerate(present):
         phase = (place + 0.5) / len(present)
-        times.append((np.arange(counts[index]) + phase) / counts[index])
+        times.append((np.arange(int(counts[index])) + phase) / counts[index])
         domains.append(np.full(counts[index], index, np.int32))
     order = np.argsort(np.concatenate(times), kind="stable")
     return np.concatenate(domains)[order]

@@ -208,11 +208,12 @@ class TfdsSource:
                 f"tfds:{self.name}: no such dataset ({str(error).splitlines()[0]:.200}); "
                 "give the directory of a prepared version, or '?data_dir=...'"
             ) from error
+        features: Any = builder.info.features
         for feature in (self.text_feature, self.domain_feature):
-            if feature not in builder.info.features:
+            if feature not in features:
                 raise DataError(
                     f"tfds:{self.name} has no feature {feature!r} (features: "
-                    f"{', '.join(builder.info.features)}); add '?text=...&domain=...' to the spec"
+                    f"{', '.join(sorted(features))}); add '?text=...&domain=...' to the spec"
                 )
         if self.split.partition("[")[0] not in builder.info.splits:
             raise DataError(
@@ -255,8 +256,9 @@ class TfdsSource:
             yield Document(f"{index:012d}", check_domain_name(domain, where), text)
 
 
-# Spec option -> keyword of the source.
-_OPTIONS: dict[str, tuple[type, dict[str, str]]] = {
+_EMBEDDED = ("max_bytes", "min_bytes", "max_document_bytes")
+# Scheme -> source and its options (name in the spec -> keyword).
+_OPTIONS: dict[str, tuple[Any, dict[str, str]]] = {
     "text": (TextSource, {"errors": "errors"}),
     "jsonl": (JsonlSource, {"text": "text_key", "domain": "domain_key"}),
     "tfds": (
@@ -286,27 +288,26 @@ def make_source(spec: str) -> Source:
     head, _, query = spec.partition("?")
     scheme, colon, rest = head.partition(":")
     options = dict(parse_qsl(query, keep_blank_values=True))
-    if scheme == "embedded" and not rest:
-        known = {key: key for key in ("max_bytes", "min_bytes", "max_document_bytes")}
-        make: Any = EmbeddedSource
-        rest_argument: tuple[str, ...] = ()
-    elif scheme in _OPTIONS and colon:
-        if not rest:
-            raise DataError(f"data spec {spec!r} names nothing after the colon ({_SCHEMES})")
-        make, known = _OPTIONS[scheme]
-        rest_argument = (rest,)
-    else:
+    if head == "embedded":
+        numbers = {}
+        for key, value in _known(spec, options, dict.fromkeys(_EMBEDDED, "")).items():
+            if not value.isdigit():
+                raise DataError(f"data spec {spec!r}: {key} must be a whole number, got {value!r}")
+            numbers[key] = int(value)
+        return EmbeddedSource(**numbers)
+    if scheme not in _OPTIONS or not colon:
         raise DataError(f"unknown data spec {spec!r}; expected {_SCHEMES}")
+    if not rest:
+        raise DataError(f"data spec {spec!r} names nothing after the colon ({_SCHEMES})")
+    make, keywords = _OPTIONS[scheme]
+    chosen = _known(spec, options, keywords)
+    return make(rest, **{keywords[key]: value for key, value in chosen.items()})
+
+
+def _known(spec: str, options: dict[str, str], known: dict[str, str]) -> dict[str, str]:
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise DataError(
-            f"data spec {spec!r}: unknown option {', '.join(unknown)} "
-            f"(known: {', '.join(known) or 'none'})"
+            f"data spec {spec!r}: unknown option {', '.join(unknown)} (known: {', '.join(known)})"
         )
-    keywords: dict[str, Any] = {known[key]: value for key, value in options.items()}
-    if make is EmbeddedSource:
-        for key, value in keywords.items():
-            if not value.isdigit():
-                raise DataError(f"data spec {spec!r}: {key} must be a whole number, got {value!r}")
-            keywords[key] = int(value)
-    return make(*rest_argument, **keywords)
+    return options

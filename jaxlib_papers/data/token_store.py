@@ -124,7 +124,8 @@ def _tokenise(corpus: Corpus, tokenizer: Tokenizer, split: str, folder: Path) ->
         _Writer(_tokens_file(folder, split, domain_id), dtype)
         for domain_id in range(len(corpus.domains))
     ]
-    before = [tokenizer.bos_id] if tokenizer.add_bos else []
+    before = np.asarray([tokenizer.bos_id] if tokenizer.add_bos else [], np.int32)
+    after = np.asarray([tokenizer.eos_id], np.int32)
     for names, texts in _in_batches(corpus, split):
         for name, ids in zip(names, tokenizer.encode_batch(texts), strict=True):
             if not len(ids):  # a normaliser may leave nothing of a text
@@ -134,7 +135,7 @@ def _tokenise(corpus: Corpus, tokenizer: Tokenizer, split: str, folder: Path) ->
                     f"the tokenizer gave id {ids.max()}, outside of its vocab_size "
                     f"{tokenizer.vocab_size}"
                 )
-            whole = np.concatenate([before, ids, [tokenizer.eos_id]])
+            whole = np.concatenate([before, ids, after])
             writers[corpus.domain_id(name)].add(whole)
     counts = [writer.close() for writer in writers]
     return {

@@ -121,14 +121,16 @@ class HFTokenizer:
         if not file.is_file():
             raise DataError(f"tokenizer {str(path)!r}: no such file; expected a tokenizer.json")
         try:
-            from tokenizers import Tokenizer as Backend
+            import tokenizers
         except ImportError as error:
             raise DataError(
                 "reading a tokenizer.json needs the package 'tokenizers'; install jaxlib-papers[lm]"
             ) from error
         raw = file.read_bytes()
         try:
-            self._backend = Backend.from_buffer(raw)
+            # The class is compiled and its stub lacks this method.
+            backend: Any = tokenizers.Tokenizer
+            self._backend = backend.from_buffer(raw)
         except Exception as error:  # the package raises bare Exception and ValueError
             raise DataError(f"tokenizer {str(file)!r} cannot be read: {error}") from error
         # Rows have a length of their own, so the file's truncation or padding must not act.
