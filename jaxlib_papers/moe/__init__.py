@@ -1,0 +1,1 @@
+"""Papers on mixtures of experts, one module each."""
