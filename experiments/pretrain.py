@@ -25,7 +25,16 @@ from typing import Annotated, Literal
 
 import tyro
 
-__all__ = ["DataFlags", "LaunchFlags", "ModelFlags", "PretrainFlags", "ReportFlags", "TrainFlags"]
+__all__ = [
+    "DataFlags",
+    "LaunchFlags",
+    "ModelFlags",
+    "PretrainFlags",
+    "ReportFlags",
+    "TrainFlags",
+    "main",
+    "parse",
+]
 
 
 def _optional(metavar: str):
@@ -179,15 +188,20 @@ class PretrainFlags:
     launch: LaunchFlags = LaunchFlags()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    flags = tyro.cli(
+def parse(argv: Sequence[str] | None = None) -> PretrainFlags:
+    """Reads a command line; ends the process on --help and on flags that do not exist."""
+    return tyro.cli(
         PretrainFlags,
         prog="python -m experiments.pretrain",
         description=__doc__,
         args=argv,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    flags = parse(argv)
     _quiet()
     # Imported after parsing: --help should not wait for JAX.
     from experiments import pretrain_plan, pretrain_run
@@ -216,7 +230,8 @@ def _fail(error: Exception, code: int) -> int:
 
 def _quiet() -> None:
     """Keeps the chatter of libraries off the screen; our own errors say what matters."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for name in ("absl", "asyncio"):  # Orbax's tracebacks of a failed write
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 

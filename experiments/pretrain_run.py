@@ -20,6 +20,7 @@ from experiments import pretrain_dirs, pretrain_report, pretrain_settings
 from experiments.pretrain_plan import check_batch_fits
 from experiments.pretrain_settings import Settings
 from jaxlib_papers.data import Corpus, heldout_batches, make_pipeline, open_corpus
+from jaxlib_papers.data.mixture import normalised_weights
 from jaxlib_papers.data.pipeline import PipelineIterator
 from jaxlib_papers.moe.expert_divergence import (
     check_domains_for_objective,
@@ -232,7 +233,7 @@ def prepare(flags: PretrainFlags) -> Run:
     corpus = open_corpus(
         flags.data.data, cache_dir=flags.data.cache_dir, heldout_fraction=flags.data.heldout
     )
-    weights = settings.pipeline.weights or dict.fromkeys(corpus.domains, 1.0)
+    weights = normalised_weights(corpus.domains, settings.pipeline.weights)
     check_domains_for_objective(settings.loss, sum(w > 0 for w in weights.values()))
     index, count = host_slot(mesh) if jax.process_count() > 1 else (0, 1)
     pipeline = make_pipeline(
