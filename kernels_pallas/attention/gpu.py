@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.attention.gpu_backward import bias_gradient, key_gradients, query_gradient
 from kernels_pallas.attention.gpu_blocks import choose_tile
 from kernels_pallas.attention.gpu_forward import attention_forward
-from kernels_pallas.attention.scores import make_spec
+from kernels_pallas.attention.scores import every_key, make_spec
 
 __all__ = ["attention_gpu", "unsupported"]
 
@@ -86,6 +86,7 @@ def attention_gpu(
       The output and the log-sum-exp of each row; both have gradients.
     """
     spec = make_spec(q.shape, k.shape, causal, window, scale, logit_softcap)
+    bias, mask = (every_key(pairs, k.shape[1]) for pairs in (bias, mask))
     if mask is not None:
         mask = mask.astype(jnp.int8)
     if q_segment_ids is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -13,12 +14,13 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.attention.gpu_blocks import (
     Pairs,
     Tile,
+    View,
     load_line,
     load_rows,
     store_rows,
     visit_blocks,
 )
-from kernels_pallas.attention.gpu_forward import pair_specs
+from kernels_pallas.attention.gpu_forward import pair_specs, pairs_of
 from kernels_pallas.attention.scores import (
     LOG2E,
     ScoreSpec,
@@ -32,13 +34,14 @@ from kernels_pallas.tiling import ceil_div, result_type
 __all__ = ["bias_gradient", "key_gradients", "query_gradient"]
 
 
-def _rows_of_queries(q_ref, do_ref, lse_ref, delta_ref, first, tile: Tile, length: int):
+def _rows_of_queries(
+    q: View, do: View, lse: View, delta: View, first: Int[Array, ""], tile: Tile, length: int
+) -> tuple[Array, Array, Array, Array]:
     """Queries, output gradients, log-sum-exp in units of log2 and row sums of one block."""
-    q = load_rows(q_ref, first, tile.queries, length, True)
-    do = load_rows(do_ref, first, tile.queries, length, True)
-    lse = load_line(lse_ref, first, tile.queries, length)
+    lse = load_line(lse, first, tile.queries, length)
     lse = jnp.where(lse == -jnp.inf, 0.0, lse * LOG2E)
-    return q, do, lse, load_line(delta_ref, first, tile.queries, length)
+    q, do = (load_rows(view, first, tile.queries, length, True) for view in (q, do))
+    return q, do, lse, load_line(delta, first, tile.queries, length)
 
 
 def _weights_and_slopes(
@@ -64,19 +67,19 @@ def _query_kernel(
     bounds_ref, q_ref, do_ref, lse_ref, delta_ref, k_ref, v_ref,
     bias_ref, mask_ref, q_seg_ref, k_seg_ref, dq_ref, *, spec: ScoreSpec, tile: Tile,
 ):  # fmt: skip
-    pairs = Pairs(bias_ref, mask_ref, q_seg_ref, k_seg_ref)
+    pairs = pairs_of(bias_ref, mask_ref, q_seg_ref, k_seg_ref)
     rows = pl.num_programs(0)
     row = rows - 1 - pl.program_id(0)
     batch = pl.program_id(2)
     first_query = row * tile.queries
     q, do, lse, delta = _rows_of_queries(
-        q_ref, do_ref, lse_ref, delta_ref, first_query, tile, spec.queries
+        View(q_ref), View(do_ref), View(lse_ref), View(delta_ref), first_query, tile, spec.queries
     )
 
     def visit(block, dq, masked: bool):
         first_key = block * tile.keys
-        k = load_rows(k_ref, first_key, tile.keys, spec.keys, masked)
-        v = load_rows(v_ref, first_key, tile.keys, spec.keys, masked)
+        k = load_rows(View(k_ref), first_key, tile.keys, spec.keys, masked)
+        v = load_rows(View(v_ref), first_key, tile.keys, spec.keys, masked)
         _, ds, slope = _weights_and_slopes(
             q, do, lse, delta, k, v, first_query, first_key, pairs, spec, tile, masked, False
         )
@@ -92,7 +95,7 @@ def _query_kernel(
             spec.left is not None or spec.right is not None or spec.keys % tile.keys != 0
         ),
     )  # fmt: skip
-    store_rows(dq_ref, first_query, dq * spec.scale, spec.queries)
+    store_rows(View(dq_ref), first_query, dq * spec.scale, spec.queries)
 
 
 def _key_kernel(
@@ -103,20 +106,25 @@ def _key_kernel(
     row, batch = pl.program_id(0), pl.program_id(2)
     rows = pl.num_programs(0)
     first_key = row * tile.keys
-    k = load_rows(k_ref, first_key, tile.keys, spec.keys, True)
-    v = load_rows(v_ref, first_key, tile.keys, spec.keys, True)
+    k = load_rows(View(k_ref), first_key, tile.keys, spec.keys, True)
+    v = load_rows(View(v_ref), first_key, tile.keys, spec.keys, True)
 
     def member(g, carry):
         def head_of(ref):
-            return None if ref is None else ref.at[g if ref.shape[0] > 1 else 0]
+            return None if ref is None else View(ref, (g if ref.shape[0] > 1 else g * 0,))
 
-        pairs = Pairs(head_of(bias_ref), head_of(mask_ref), q_seg_ref, k_seg_ref)
+        pairs = dataclasses.replace(
+            pairs_of(None, None, q_seg_ref, k_seg_ref),
+            bias=head_of(bias_ref), bias_line=bias_ref is not None and len(bias_ref.shape) == 2,
+            mask=head_of(mask_ref), mask_line=mask_ref is not None and len(mask_ref.shape) == 2,
+        )  # fmt: skip
 
         def visit(block, carry, masked: bool):
             dk, dv = carry
             first_query = block * tile.queries
             q, do, lse, delta = _rows_of_queries(
-                q_ref.at[:, g], do_ref.at[:, g], lse_ref.at[g], delta_ref.at[g],
+                View(q_ref, (), (g,)), View(do_ref, (), (g,)), View(lse_ref, (g,)),
+                View(delta_ref, (g,)),
                 first_query, tile, spec.queries,
             )  # fmt: skip
             p, ds, slope = _weights_and_slopes(
@@ -136,8 +144,14 @@ def _key_kernel(
 
     zero = jnp.zeros(k.shape, jnp.float32)
     dk, dv = jax.lax.fori_loop(0, group, member, (zero, zero))
-    store_rows(dk_ref, first_key, dk * spec.scale, spec.keys)
-    store_rows(dv_ref, first_key, dv, spec.keys)
+    store_rows(View(dk_ref), first_key, dk * spec.scale, spec.keys)
+    store_rows(View(dv_ref), first_key, dv, spec.keys)
+
+
+def _split(n: Int[Array, ""], size: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Quotient and remainder of a number that isn't negative (floor division would test signs)."""
+    divisor = jnp.full((), size, n.dtype)
+    return jax.lax.div(n, divisor), jax.lax.rem(n, divisor)
 
 
 def _bias_kernel(
@@ -148,37 +162,43 @@ def _bias_kernel(
     own_batch, own_head = pl.program_id(1), pl.program_id(2)
     batches, heads, row_blocks = sums
     columns = ceil_div(spec.keys, tile.keys)
-    own_row, column = pl.program_id(0) // columns, pl.program_id(0) % columns
+    own_row, column = _split(pl.program_id(0), columns)
     first_key = column * tile.keys
     rows = ceil_div(spec.queries, tile.queries)
     single_row = bias_ref.shape[2] == 1
 
     def add(n, total):
-        b = n // (heads * row_blocks) if batches > 1 else own_batch
-        h = n // row_blocks % heads if heads > 1 else own_head
-        row = n % row_blocks if row_blocks > 1 else own_row
+        n, row = _split(n, row_blocks)
+        b, h = _split(n, heads)
+        b = b if batches > 1 else own_batch
+        h = h if heads > 1 else own_head
+        row = row if row_blocks > 1 else own_row
         first_query = row * tile.queries
 
         def of_pair(ref):
             if ref is None:
                 return None
-            return ref.at[b if ref.shape[0] > 1 else 0, h if ref.shape[1] > 1 else 0]
+            lead = (b if ref.shape[0] > 1 else b * 0, h if ref.shape[1] > 1 else h * 0)
+            return View(ref, lead if ref.shape[2] > 1 else (*lead, b * 0))
 
         def of_batch(ref):
-            return None if ref is None else ref.at[b]
+            return None if ref is None else View(ref, (b,))
 
         base = ((b if q_seg_ref is not None else 0) * rows + row) * 4
 
         def compute():
             pairs = Pairs(
-                of_pair(bias_ref), of_pair(mask_ref), of_batch(q_seg_ref), of_batch(k_seg_ref)
-            )
+                of_pair(bias_ref), of_pair(mask_ref), of_batch(q_seg_ref), of_batch(k_seg_ref),
+                bias_line=bias_ref.shape[2] == 1,
+                mask_line=mask_ref is not None and mask_ref.shape[2] == 1,
+            )  # fmt: skip
             q, do, lse, delta = _rows_of_queries(
-                q_ref.at[b, :, h], do_ref.at[b, :, h], lse_ref.at[b, h], delta_ref.at[b, h],
+                View(q_ref, (b,), (h,)), View(do_ref, (b,), (h,)), View(lse_ref, (b, h)),
+                View(delta_ref, (b, h)),
                 first_query, tile, spec.queries,
             )  # fmt: skip
-            k = load_rows(k_ref.at[b, :, h // group], first_key, tile.keys, spec.keys, True)
-            v = load_rows(v_ref.at[b, :, h // group], first_key, tile.keys, spec.keys, True)
+            k = load_rows(View(k_ref, (b,), (h // group,)), first_key, tile.keys, spec.keys, True)
+            v = load_rows(View(v_ref, (b,), (h // group,)), first_key, tile.keys, spec.keys, True)
             _, ds, _ = _weights_and_slopes(
                 q, do, lse, delta, k, v, first_query, first_key, pairs, spec, tile, True, False
             )
@@ -191,12 +211,10 @@ def _bias_kernel(
         return total + jax.lax.cond(seen, compute, lambda: jnp.zeros_like(total))
 
     shape = (tile.keys,) if single_row else (tile.queries, tile.keys)
-    total = jax.lax.fori_loop(
-        0, batches * heads * row_blocks, add, jnp.zeros(shape, jnp.float32)
-    )
+    total = jax.lax.fori_loop(0, batches * heads * row_blocks, add, jnp.zeros(shape, jnp.float32))
     columns_inside = jnp.arange(tile.keys) < spec.keys - first_key
     if single_row:
-        plgpu.store(db_ref.at[0, pl.ds(first_key, tile.keys)], total, mask=columns_inside)
+        plgpu.store(db_ref.at[pl.ds(first_key, tile.keys)], total, mask=columns_inside)
     else:
         first_query = own_row * tile.queries
         inside = jnp.arange(tile.queries)[:, None] < spec.queries - first_query
@@ -280,7 +298,8 @@ def key_gradients(
         if array is None:
             return None
         per_batch, per_head = (int(size > 1) for size in array.shape[:2])
-        shape = (None, group if per_head else 1, *array.shape[2:])
+        rows = None if array.shape[2] == 1 else array.shape[2]
+        shape = (None, group if per_head else 1, rows, array.shape[3])
         return pl.BlockSpec(shape, lambda j, c, b: (b * per_batch, c * per_head, 0, 0))
 
     segments = pair_specs(lambda j, c, b: (b, c), None, None, q_seg, k_seg)[2:]
@@ -340,7 +359,9 @@ def bias_gradient(
         ),
         grid=((rows if per_row else 1) * ceil_div(keys, tile.keys), *bias.shape[:2]),
         in_specs=[whole(array) for array in operands],
-        out_specs=pl.BlockSpec((None, None, *bias.shape[2:]), lambda ij, b, h: (b, h, 0, 0)),
+        out_specs=pl.BlockSpec(
+            (None, None, bias.shape[2] if per_row else None, keys), lambda ij, b, h: (b, h, 0, 0)
+        ),
         out_shape=result_type(
             bias.shape, jnp.float32, *(x for x in operands if x is not None)
         ),

@@ -19,6 +19,7 @@ from kernels_pallas.tiling import next_power_of_2
 __all__ = [
     "Pairs",
     "Tile",
+    "View",
     "choose_tile",
     "load_line",
     "load_rows",
@@ -63,9 +64,7 @@ def choose_tile(kernel: str, spec: ScoreSpec, head_dim: int, dtype: Any) -> Tile
     if jax.default_backend() == "gpu":
         kind = jax.devices()[0].device_kind
         length = next_power_of_2(max(spec.queries, spec.keys))
-        tile = dataclasses.replace(
-            tile, **(block_sizes(kernel, kind, f"d{wide}_t{length}") or {})
-        )
+        tile = dataclasses.replace(tile, **(block_sizes(kernel, kind, f"d{wide}_t{length}") or {}))
     return dataclasses.replace(
         tile,
         queries=min(tile.queries, next_power_of_2(max(spec.queries, 16))),
@@ -73,11 +72,32 @@ def choose_tile(kernel: str, spec: ScoreSpec, head_dim: int, dtype: Any) -> Tile
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Part of a ref: one index each for the axes before and between those that a tile spans.
+
+    Triton takes one indexer a load, so that a ref can't be narrowed step by step.
+
+    Attributes:
+      ref: The ref.
+      before: Indices of the leading axes.
+      between: Indices of the axes between the last two that are left.
+    """
+
+    ref: Any
+    before: tuple[Any, ...] = ()
+    between: tuple[Any, ...] = ()
+
+    def at(self, *window: Any) -> Any:
+        """The ref, narrowed to a window of one or two slices."""
+        return self.ref.at[(*self.before, window[0], *self.between, *window[1:])]
+
+
 def load_rows(
-    ref: Any, first: Int[Array, ""], block: int, length: int, masked: bool
+    view: View, first: Int[Array, ""], block: int, length: int, masked: bool
 ) -> Float[Array, "block wide"]:
-    """Rows ``first`` on of ref [length, dim]; zeros past either end of it."""
-    dim = ref.shape[1]
+    """Rows ``first`` on of a view [length, dim]; zeros past either end of it."""
+    dim = view.ref.shape[-1]
     wide = next_power_of_2(max(dim, 16))
     inside = None
     if wide != dim:
@@ -85,63 +105,69 @@ def load_rows(
     if masked and length % block:
         rows = jnp.broadcast_to(jnp.arange(block)[:, None] < length - first, (block, wide))
         inside = rows if inside is None else inside & rows
-    ref = ref.at[pl.ds(first, block), pl.ds(0, wide)]
+    ref = view.at(pl.ds(first, block), pl.ds(0, wide))
     if inside is None:
         return plgpu.load(ref)
     return plgpu.load(ref, mask=inside, other=0.0)
 
 
-def store_rows(ref: Any, first: Int[Array, ""], value: Float[Array, "block wide"], length: int):
-    """Writes what of ``value`` lies inside ref [length, dim]."""
+def store_rows(
+    view: View, first: Int[Array, ""], value: Float[Array, "block wide"], length: int
+) -> None:
+    """Writes what of ``value`` lies inside a view [length, dim]."""
     block, wide = value.shape
-    dim = ref.shape[1]
+    dim = view.ref.shape[-1]
     inside = (jnp.arange(block)[:, None] < length - first) & (jnp.arange(wide)[None, :] < dim)
-    plgpu.store(ref.at[pl.ds(first, block), pl.ds(0, wide)], value.astype(ref.dtype), mask=inside)
+    ref = view.at(pl.ds(first, block), pl.ds(0, wide))
+    plgpu.store(ref, value.astype(view.ref.dtype), mask=inside)
 
 
-def load_line(ref: Any, first: Int[Array, ""], block: int, length: int) -> Array:
-    """Entries ``first`` on of ref [length]; zeros past its end."""
-    ref = ref.at[pl.ds(first, block)]
+def load_line(view: View, first: Int[Array, ""], block: int, length: int) -> Array:
+    """Entries ``first`` on of a view [length]; zeros past its end."""
+    ref = view.at(pl.ds(first, block))
     if length % block == 0:
         return plgpu.load(ref)
-    zero = jnp.zeros((), ref.dtype)
+    zero = jnp.zeros((), view.ref.dtype)
     return plgpu.load(ref, mask=jnp.arange(block) < length - first, other=zero)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """What the logits of a (batch, head) need beside q and k; any of the refs may be None.
+    """What the logits of a (batch, head) need beside q and k; any of the views may be None.
 
     Attributes:
-      bias: [queries or 1, keys] float.
-      mask: [queries or 1, keys] int8.
+      bias: [queries, keys] or, with ``bias_line``, [keys] float.
+      mask: [queries, keys] or, with ``mask_line``, [keys] int8.
       q_seg: [queries] int32.
       k_seg: [keys] int32.
     """
 
-    bias: Any
-    mask: Any
-    q_seg: Any
-    k_seg: Any
+    bias: View | None
+    mask: View | None
+    q_seg: View | None
+    k_seg: View | None
+    bias_line: bool
+    mask_line: bool
 
-    def _tile(self, ref, first_query, first_key, tile: Tile, spec: ScoreSpec, transposed: bool):
+    def _tile(self, view, line, first_query, first_key, tile: Tile, spec: ScoreSpec, transposed):
         row = jnp.arange(tile.queries)
         column = jnp.arange(tile.keys)
-        if ref.shape[0] == 1:
-            line = load_line(ref.at[0], first_key, tile.keys, spec.keys)
-            return line[:, None] if transposed else line[None, :]
+        if line:
+            values = load_line(view, first_key, tile.keys, spec.keys)
+            return values[:, None] if transposed else values[None, :]
         inside = (row[:, None] < spec.queries - first_query) & (
             column[None, :] < spec.keys - first_key
         )
-        ref = ref.at[pl.ds(first_query, tile.queries), pl.ds(first_key, tile.keys)]
-        value = plgpu.load(ref, mask=inside, other=jnp.zeros((), ref.dtype))
+        ref = view.at(pl.ds(first_query, tile.queries), pl.ds(first_key, tile.keys))
+        value = plgpu.load(ref, mask=inside, other=jnp.zeros((), view.ref.dtype))
         return value.T if transposed else value
 
     def bias_tile(self, first_query, first_key, tile: Tile, spec: ScoreSpec, transposed: bool):
         """The bias of a tile in float32."""
-        return self._tile(self.bias, first_query, first_key, tile, spec, transposed).astype(
-            jnp.float32
+        value = self._tile(
+            self.bias, self.bias_line, first_query, first_key, tile, spec, transposed
         )
+        return value.astype(jnp.float32)
 
     def allowed(
         self, first_query, first_key, tile: Tile, spec: ScoreSpec, transposed: bool
@@ -159,7 +185,9 @@ class Pairs:
             same = key[:, None] == query[None, :] if transposed else query[:, None] == key[None, :]
             allowed = same if allowed is None else allowed & same
         if self.mask is not None:
-            chosen = self._tile(self.mask, first_query, first_key, tile, spec, transposed)
+            chosen = self._tile(
+                self.mask, self.mask_line, first_query, first_key, tile, spec, transposed
+            )
             chosen = jnp.broadcast_to(chosen != 0, shape)
             allowed = chosen if allowed is None else allowed & chosen
         return allowed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -13,14 +12,15 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.attention.gpu_blocks import (
     Pairs,
     Tile,
+    View,
     load_rows,
     store_rows,
     visit_blocks,
 )
 from kernels_pallas.attention.scores import LN2, LOG2E, ScoreSpec, block_bounds, dot, logits
-from kernels_pallas.tiling import ceil_div, next_power_of_2, result_type
+from kernels_pallas.tiling import ceil_div, result_type
 
-__all__ = ["attention_forward", "pair_specs"]
+__all__ = ["attention_forward", "pair_specs", "pairs_of"]
 
 
 def pair_specs(group_of, bias, mask, q_seg, k_seg):
@@ -44,7 +44,8 @@ def pair_specs(group_of, bias, mask, q_seg, k_seg):
             b, h = group_of(*grid)
             return b * per_batch, h * per_head, 0, 0
 
-        specs.append(pl.BlockSpec((None, None, *array.shape[2:]), index))
+        rows = None if array.shape[2] == 1 else array.shape[2]
+        specs.append(pl.BlockSpec((None, None, rows, array.shape[3]), index))
     for array in (q_seg, k_seg):
         specs.append(
             None
@@ -54,22 +55,31 @@ def pair_specs(group_of, bias, mask, q_seg, k_seg):
     return specs
 
 
+def pairs_of(bias_ref, mask_ref, q_seg_ref, k_seg_ref) -> Pairs:
+    """The refs that `pair_specs` makes, as `Pairs`."""
+    views = (
+        None if ref is None else View(ref) for ref in (bias_ref, mask_ref, q_seg_ref, k_seg_ref)
+    )
+    lines = (ref is not None and len(ref.shape) == 1 for ref in (bias_ref, mask_ref))
+    return Pairs(*views, *lines)
+
+
 def _forward_kernel(
     bounds_ref, q_ref, k_ref, v_ref, bias_ref, mask_ref, q_seg_ref, k_seg_ref, o_ref, lse_ref,
     *, spec: ScoreSpec, tile: Tile,
 ):  # fmt: skip
-    pairs = Pairs(bias_ref, mask_ref, q_seg_ref, k_seg_ref)
+    pairs = pairs_of(bias_ref, mask_ref, q_seg_ref, k_seg_ref)
     rows = pl.num_programs(0)
     # The last rows see the most keys of a causal band: they start first.
     row = rows - 1 - pl.program_id(0)
     batch = pl.program_id(2)
     first_query = row * tile.queries
-    q = load_rows(q_ref, first_query, tile.queries, spec.queries, True)
+    q = load_rows(View(q_ref), first_query, tile.queries, spec.queries, True)
 
     def visit(block, carry, masked: bool):
         top, total, out = carry
         first_key = block * tile.keys
-        k = load_rows(k_ref, first_key, tile.keys, spec.keys, masked)
+        k = load_rows(View(k_ref), first_key, tile.keys, spec.keys, masked)
         s = logits(dot(q, k, 1, 1), spec)
         if bias_ref is not None:
             s = s + pairs.bias_tile(first_query, first_key, tile, spec, False) * LOG2E
@@ -81,7 +91,7 @@ def _forward_kernel(
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         p = jnp.exp2(s - shift[:, None])
         keep = jnp.exp2(top - shift)
-        v = load_rows(v_ref, first_key, tile.keys, spec.keys, masked)
+        v = load_rows(View(v_ref), first_key, tile.keys, spec.keys, masked)
         out = out * keep[:, None] + dot(p.astype(v.dtype), v, 1, 0)
         return new_top, total * keep + jnp.sum(p, axis=1), out
 
@@ -100,7 +110,7 @@ def _forward_kernel(
     )  # fmt: skip
     empty = total == 0.0
     total = jnp.where(empty, 1.0, total)
-    store_rows(o_ref, first_query, out / total[:, None], spec.queries)
+    store_rows(View(o_ref), first_query, out / total[:, None], spec.queries)
     lse = jnp.where(empty, -jnp.inf, top * LN2 + jnp.log(total))
     plgpu.store(
         lse_ref.at[pl.ds(first_query, tile.queries)], lse,
@@ -120,7 +130,7 @@ def attention_forward(
     q_seg: Int[Array, "batch queries"] | None,
     k_seg: Int[Array, "batch keys"] | None,
 ) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
-    """Attention output and the log of each row's sum of weights (float32, -inf for an empty row)."""
+    """Output and float32 log-sum-exp of each row; 0 and -inf for a row that sees no key."""
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     group = heads // kv_heads

@@ -7,7 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels_pallas.tiling import ceil_div
 
@@ -17,6 +17,7 @@ __all__ = [
     "ScoreSpec",
     "block_bounds",
     "dot",
+    "every_key",
     "in_band",
     "logits",
     "make_spec",
@@ -48,6 +49,13 @@ class ScoreSpec:
     offset: int
     queries: int
     keys: int
+
+
+def every_key(
+    pairs: Array | None, keys: int
+) -> Shaped[Array, "batch_or_1 heads_or_1 queries_or_1 keys"] | None:
+    """A bias or mask with its last axis in full, as the kernels read it."""
+    return None if pairs is None else jnp.broadcast_to(pairs, (*pairs.shape[:3], keys))
 
 
 def make_spec(

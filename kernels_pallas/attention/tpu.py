@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.attention.scores import ScoreSpec, make_spec
+from kernels_pallas.attention.scores import ScoreSpec, every_key, make_spec
 from kernels_pallas.attention.tpu_backward import attention_backward, bias_gradient
 from kernels_pallas.attention.tpu_blocks import choose_blocks
 from kernels_pallas.attention.tpu_forward import attention_forward
@@ -96,6 +96,7 @@ def attention_tpu(
       The output and the log-sum-exp of each row; both have gradients.
     """
     spec = make_spec(q.shape, k.shape, causal, window, scale, logit_softcap)
+    bias, mask = (every_key(pairs, k.shape[1]) for pairs in (bias, mask))
     if mask is not None:
         # A one-byte tile has 32 rows: a single row travels as int32.
         mask = mask.astype(jnp.int8 if mask.shape[2] > 1 else jnp.int32)

@@ -160,8 +160,7 @@ def _backward_kernel(bounds_ref, *refs, spec: ScoreSpec, blocks: Blocks, parts: 
             dq_acc[queries, :] += dot(ds, k, 0, 0)
 
         first, first_full, end_full, end = (
-            jnp.clip(bounds_ref[base + n] - part * query_blocks, 0, query_blocks)
-            for n in range(4)
+            jnp.clip(bounds_ref[base + n] - part * query_blocks, 0, query_blocks) for n in range(4)
         )
         never_full = segmented or has_mask
         if never_full:
@@ -365,7 +364,9 @@ def bias_gradient(
     )  # fmt: skip
 
     def place(g):
-        b, h, i = (g[n] if own else g[n + 4] for n, own in enumerate((per_batch, per_head, per_row)))
+        b, h, i = (
+            g[n] if own else g[n + 4] for n, own in enumerate((per_batch, per_head, per_row))
+        )
         return b, h, i, g[3]
 
     def spec_of(shape, index):

@@ -104,7 +104,9 @@ def choose_blocks(
         per_query = lanes * (8 * itemsize + 4)
         # k and v in one buffer, dk and dv in two, and the two accumulators.
         per_key = lanes * (6 * itemsize + 8)
-        query_stretch = min(round_up(spec.queries, queries), max(queries, 2048 // queries * queries))
+        query_stretch = min(
+            round_up(spec.queries, queries), max(queries, 2048 // queries * queries)
+        )
         if dense_bytes:
             query_stretch = queries
         per_key += row_bytes + 2 * query_stretch * dense_bytes

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -130,7 +129,7 @@ def attention_forward(
     q_seg: Int[Array, "batch queries"] | None,
     k_seg: Int[Array, "batch keys"] | None,
 ) -> tuple[Float[Array, "batch heads queries dim"], Float[Array, "batch heads queries"]]:
-    """Attention output and the log of each row's sum of weights (float32, -inf for an empty row)."""
+    """Output and float32 log-sum-exp of each row; 0 and -inf for a row that sees no key."""
     batch, heads, queries, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     group = heads // kv_heads
@@ -171,9 +170,7 @@ def attention_forward(
         operands += [q_seg[:, None], k_seg[:, None]]
         in_specs += [
             pl.BlockSpec((None, 1, bq), lambda b, h, i, j, _: (b, 0, i)),
-            pl.BlockSpec(
-                (None, 1, stretch), lambda b, h, i, j, ref: (b, 0, visited(b, i, j, ref))
-            ),
+            pl.BlockSpec((None, 1, stretch), lambda b, h, i, j, ref: (b, 0, visited(b, i, j, ref))),
         ]
     for array in (bias, mask):
         if array is not None:
