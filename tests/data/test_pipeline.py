@@ -152,6 +152,7 @@ class TestResume:
         first.close()
         second = make(corpus, config).iterator()
         second.set_state(state)
+        assert second.get_state() == state and state["step"] == 5
         assert before + [digest(b) for b in take(second, 5)] == straight
 
     def test_4_hosts_then_2(self, corpus):
