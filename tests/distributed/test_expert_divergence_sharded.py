@@ -68,56 +68,54 @@ def assert_close(found, expected, rtol=1e-6):
     jax.tree.map(compare, found, expected)
 
 
-def check_jit(ids, devices):
+def compare_for_all_labels(function):
+    """`function(kernel, inputs, ids, mask)` against one device without any mesh."""
+    for ids in LABELS.values():
+        assert_close(function(KERNEL, INPUTS, ids, MASK), REFERENCE(KERNEL, INPUTS, ids, MASK))
+
+
+def check_jit(devices):
     """Written on the global batch: nothing to do but to place it."""
-    mesh = mesh_of(devices)
-    rows = NamedSharding(mesh, P("data"))
-    placed = [jax.device_put(x, rows) for x in (INPUTS, ids, MASK)]
-    kernel = jax.device_put(KERNEL, NamedSharding(mesh, P()))
-    assert_close(REFERENCE(kernel, *placed), REFERENCE(KERNEL, INPUTS, ids, MASK))
+    rows, whole = (NamedSharding(mesh_of(devices), spec) for spec in (P("data"), P()))
+    compare_for_all_labels(
+        jax.jit(jax.value_and_grad(of_kernel, has_aux=True), in_shardings=(whole, rows, rows, rows))
+    )
 
 
-def check_shard_map(ids, devices):
+def check_shard_map(devices):
     """With the default check_vma=True the gradient arrives in full, no scaling."""
     rows = (P("data"), P("data"), P("data"))
     local = partial(of_kernel, axis_name="data")
-    expected = REFERENCE(KERNEL, INPUTS, ids, MASK)
-    shard = partial(jax.shard_map, mesh=mesh_of(devices), out_specs=P())
+    shard = partial(jax.shard_map, mesh=mesh_of(devices), out_specs=P(), in_specs=(P(), *rows))
+    compare_for_all_labels(jax.jit(shard(jax.value_and_grad(local, has_aux=True))))
+    compare_for_all_labels(jax.jit(jax.value_and_grad(shard(local), has_aux=True)))
 
-    inside = shard(jax.value_and_grad(local, has_aux=True), in_specs=(P(), *rows))
-    assert_close(jax.jit(inside)(KERNEL, INPUTS, ids, MASK), expected)
-
-    outside = jax.value_and_grad(shard(local, in_specs=(P(), *rows)), has_aux=True)
-    assert_close(jax.jit(outside)(KERNEL, INPUTS, ids, MASK), expected)
-
-    logits = np.einsum("std,de->ste", INPUTS, KERNEL)
     of_logits = jax.value_and_grad(partial(losses, axis_name="data"), has_aux=True)
-    by_row = jax.shard_map(
-        of_logits, mesh=mesh_of(devices), in_specs=rows, out_specs=((P(), P()), P("data"))
-    )
-    whole = jax.jit(jax.value_and_grad(losses, has_aux=True))(logits, ids, MASK)
-    assert_close(jax.jit(by_row)(logits, ids, MASK), whole)
+    specs = ((P(), P()), P("data"))
+    by_row = jax.shard_map(of_logits, mesh=mesh_of(devices), in_specs=rows, out_specs=specs)
+    logits = np.einsum("std,de->ste", INPUTS, KERNEL)
+    whole = jax.jit(jax.value_and_grad(losses, has_aux=True))
+    args = logits, LABELS["uneven"], MASK
+    assert_close(jax.jit(by_row)(*args), whole(*args))
 
 
-def check_shard_map_averaged(ids, devices):
+def check_shard_map_averaged():
     """With check_vma=False the usual average of gradients over the shards is exact."""
 
-    def step(kernel, *data):
-        result, grad = jax.value_and_grad(partial(of_kernel, axis_name="data"), has_aux=True)(
-            kernel, *data
-        )
+    def step(*args):
+        local = partial(of_kernel, axis_name="data")
+        result, grad = jax.value_and_grad(local, has_aux=True)(*args)
         return result, jax.lax.pmean(grad, "data")
 
     specs = (P(), P("data"), P("data"), P("data"))
-    mapped = jax.shard_map(
-        step, mesh=mesh_of(devices), in_specs=specs, out_specs=P(), check_vma=False
-    )
-    assert_close(
-        jax.jit(mapped)(KERNEL, INPUTS, ids, MASK), REFERENCE(KERNEL, INPUTS, ids, MASK)
+    compare_for_all_labels(
+        jax.jit(
+            jax.shard_map(step, mesh=mesh_of(8), in_specs=specs, out_specs=P(), check_vma=False)
+        )
     )
 
 
-def check_sequence_axis(ids):
+def check_sequence_axis():
     """Rows over one axis, the tokens of a row over another."""
     local = partial(of_kernel, axis_name="data", sequence_axis_name="context")
     mapped = jax.shard_map(
@@ -126,9 +124,7 @@ def check_sequence_axis(ids):
         in_specs=(P(), P("data", "context"), P("data"), P("data", "context")),
         out_specs=P(),
     )
-    assert_close(
-        jax.jit(mapped)(KERNEL, INPUTS, ids, MASK), REFERENCE(KERNEL, INPUTS, ids, MASK)
-    )
+    compare_for_all_labels(jax.jit(mapped))
 
 
 def check_no_mask():
@@ -146,14 +142,12 @@ def check_no_mask():
     )
 
 
-def check_that_local_losses_differ(ids):
+def check_that_local_losses_differ():
     """The guard: a mean of per-shard losses is something else, for both losses."""
-    logits = np.einsum("std,de->ste", INPUTS, KERNEL)
-    _, whole = losses(logits, ids, MASK)
-    parts = [
-        losses(*shard)[1]
-        for shard in zip(np.split(logits, 8), np.split(ids, 8), np.split(MASK, 8), strict=True)
-    ]
+    args = np.einsum("std,de->ste", INPUTS, KERNEL), LABELS["uneven"], MASK
+    _, whole = losses(*args)
+    each = jax.jit(losses)
+    parts = [each(*shard)[1] for shard in zip(*(np.split(a, 8) for a in args), strict=True)]
     for name in ("ed", "lb"):
         local = np.mean([float(part[name]) for part in parts])
         assert abs(local - float(whole[name])) > 0.01, name
@@ -163,16 +157,14 @@ def main():
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     assert jax.device_count() == 8
-    for name, ids in LABELS.items():
-        for devices in (1, 2, 8):
-            check_jit(ids, devices)
-        for devices in (2, 8):
-            check_shard_map(ids, devices)
-        check_shard_map_averaged(ids, 8)
-        check_sequence_axis(ids)
-        check_that_local_losses_differ(ids)
-        print("ok", name)
+    for devices in (1, 2, 8):
+        check_jit(devices)
+    for devices in (2, 8):
+        check_shard_map(devices)
+    check_shard_map_averaged()
+    check_sequence_axis()
     check_no_mask()
+    check_that_local_losses_differ()
     print("all checks passed")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,14 +20,16 @@ from jaxlib_papers.moe import expert_divergence as ed
 VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "expert_divergence.npz")
 LN2 = math.log(2)
 
-# Jitted once for the whole file: one compilation a shape instead of one an operation.
-loss_of_logits = jax.jit(
+# Jitted once for the whole file: one compilation a shape instead of one an operation. Compiling is
+# all the time that these tests take, so the compiler need not try hard.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+loss_of_logits = jit(
     lambda logits, ids, m, mask=None, eps=1e-8: ed.expert_divergence_from_logits(
         logits, ids, m, mask, eps
     ),
     static_argnums=2,
 )
-value_and_grad = jax.jit(
+value_and_grad = jit(
     jax.value_and_grad(
         lambda logits, ids, m, mask=None, eps=1e-8: ed.expert_divergence_from_logits(
             logits, ids, m, mask, eps
@@ -35,19 +38,20 @@ value_and_grad = jax.jit(
     ),
     static_argnums=2,
 )
-sums_of_logits = jax.jit(
+sums_of_logits = jit(
     lambda logits, ids, m, mask=None: ed.domain_router_sums(
         ed.sequence_router_mean(jax.nn.softmax(logits, axis=-1), mask), ids, m
     ),
     static_argnums=2,
 )
-diversity_of_logits = jax.jit(
+diversity_of_logits = jit(
     lambda logits, ids, m, mask: ed.routing_diversity(
         ed.sequence_router_mean(jax.nn.softmax(logits, axis=-1), mask), ids, m
     ),
     static_argnums=2,
 )
-loss_of_sums = jax.jit(ed.expert_divergence_loss)
+pairwise_js = jit(ed.pairwise_js)
+loss_of_sums = jit(ed.expert_divergence_loss)
 
 
 def batch(seed=0, seqs=6, tokens=5, experts=8, domains=3, scale=1.0):
@@ -99,8 +103,7 @@ def everything(case):
     return run(case["num_domains"].size, case["top_k"].size)
 
 
-# Compiling is all the time that a case takes, so the compiler need not try hard.
-everything = jax.jit(everything, compiler_options={"xla_backend_optimization_level": 0})
+everything = jit(everything)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -139,7 +142,7 @@ class TestValuesOfTheSheet:
         means = np.array([[2, 1, 1, 0], [1, 1, 1, 1], [0, 0, 2, 2]], np.float32) / 4
         counts = np.array([2, 1, 3], np.float32)
         sums = means * counts[:, None]
-        js = ed.pairwise_js(sums, counts)
+        js = pairwise_js(sums, counts)
         found = [js[0, 1], js[0, 2], js[1, 2]]
         np.testing.assert_allclose(found, [0.1078808, 0.4544544, 0.2157616], rtol=1e-6)
         np.testing.assert_array_equal(js, js.T)
@@ -194,7 +197,7 @@ class TestInvariances:
 
     def test_other_logarithm_shifts_the_loss_by_a_constant(self):
         sums, counts = sums_of_logits(*batch(2)[:2], 3)
-        js = ed.pairwise_js(sums, counts)[np.triu_indices(3, 1)]
+        js = pairwise_js(sums, counts)[np.triu_indices(3, 1)]
         in_bits = float(jnp.mean(-jnp.log(js / LN2)))
         assert float(loss_of_sums(sums, counts)) - in_bits == pytest.approx(
             -math.log(LN2), rel=1e-5
@@ -275,7 +278,7 @@ class TestDegenerateBatches:
             )
             return ed.expert_divergence_loss(sums, counts)
 
-        value, grad = jax.jit(jax.value_and_grad(loss))(probs)
+        value, grad = jit(jax.value_and_grad(loss))(probs)
         assert float(value) == pytest.approx(-math.log(LN2), rel=1e-5)
         assert np.isfinite(grad).all()
 
@@ -295,7 +298,7 @@ def test_finite_differences():
         _, grad = value_and_grad(logits, ids, 3, mask)
         steps = 1e-5 * np.eye(logits.size).reshape(-1, *logits.shape)
         loss = lambda d: ed.expert_divergence_from_logits(logits + d, ids, 3, mask)[0]  # noqa: E731
-        numeric = jax.jit(jax.vmap(lambda d: loss(d) - loss(-d)))(steps) / 2e-5
+        numeric = jit(jax.vmap(lambda d: loss(d) - loss(-d)))(steps) / 2e-5
         np.testing.assert_allclose(grad.ravel(), numeric, rtol=1e-4, atol=1e-10)
 
 
@@ -322,8 +325,8 @@ def test_packed_segments_are_sequences():
             logits, domain_ids.ravel(), 3, mask, layer_reduction="sum"
         )
 
-    (loss, metrics), grad = jax.jit(jax.value_and_grad(packed, has_aux=True))(logits)
-    (expected, _), expected_grad = jax.jit(jax.value_and_grad(alone, has_aux=True))(unpacked)
+    (loss, metrics), grad = jit(jax.value_and_grad(packed, has_aux=True))(logits)
+    (expected, _), expected_grad = jit(jax.value_and_grad(alone, has_aux=True))(unpacked)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert metrics["num_domains_present"] == 3
     for row, segment in np.ndindex(2, 3):
@@ -338,12 +341,12 @@ def test_layers_are_reduced_and_can_be_mapped():
     stack = np.stack([batch(s)[0] for s in (13, 14, 15)])
     _, ids, mask = batch(13)
     each = [float(loss_of_logits(z, ids, 3, mask)[0]) for z in stack]
-    mapped = jax.jit(jax.vmap(lambda z: ed.expert_divergence_from_logits(z, ids, 3, mask)[0]))(
-        stack
-    )
+    mapped = jit(jax.vmap(lambda z: ed.expert_divergence_from_logits(z, ids, 3, mask)[0]))(stack)
     np.testing.assert_allclose(mapped, each, rtol=1e-6)
     for how, expected in (("mean", np.mean(each)), ("sum", np.sum(each))):
-        loss, metrics = ed.expert_divergence_from_logits(stack, ids, 3, mask, layer_reduction=how)
+        loss, metrics = jit(
+            partial(ed.expert_divergence_from_logits, num_domains=3, layer_reduction=how)
+        )(stack, ids, mask=mask)
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert metrics["mean_jsd"].shape == ()
 
@@ -352,7 +355,7 @@ def test_one_compilation_for_any_labels():
     logits, _, mask = batch(16)
     traces = []
 
-    @jax.jit
+    @jit
     def step(ids):
         traces.append(1)
         return ed.expert_divergence_from_logits(logits, ids, 5, mask)[0]
