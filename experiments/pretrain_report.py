@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import pathlib
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,7 +20,7 @@ from jaxlib_papers.train.metrics import read_records
 if TYPE_CHECKING:
     from experiments.pretrain_run import Run
 
-__all__ = ["announce", "evaluation_line", "finish", "note"]
+__all__ = ["announce", "evaluation_line", "finish", "former_summary", "note"]
 
 
 def _print(*lines: Any) -> None:
@@ -69,6 +71,14 @@ def evaluation_line(step: int, evaluation: Evaluation) -> str:
     losses = list(evaluation.losses.items())[:8]
     text = f"held-out after step {step}: " + ", ".join(f"{n} {v:.3f}" for n, v in losses)
     return text if evaluation.mean_jsd is None else f"{text}; mean JSD {evaluation.mean_jsd:.4f}"
+
+
+def former_summary(directory: pathlib.Path, names: Collection[str]) -> dict[str, Any]:
+    """Times and rates that a finished run wrote, so that looking at it again keeps them."""
+    path = directory / "summary.json"
+    former = json.loads(path.read_text()) if path.exists() else {}
+    wanted = {*names, "tokens_per_second", "mfu"}
+    return {name: value for name, value in former.items() if name in wanted}
 
 
 def finish(run: Run, evaluation: Evaluation, summary: dict[str, Any]) -> None:

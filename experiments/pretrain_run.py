@@ -153,13 +153,15 @@ class Run:
             if result.step not in evaluations:
                 evaluations[result.step] = evaluator(result.state)
         summary = {
-            "steps": result.step,
             "seconds": round(time.perf_counter() - began, 1),
             "compile_seconds": round(result.compile_seconds, 1),
             **result.rates,
             "peak_flops": peak.total,
             "peak_source": peak.source,
         }
+        if result.step == self.start_step:  # finished before: its times are those that count
+            summary |= pretrain_report.former_summary(self.directory, summary)
+        summary = {"steps": result.step, **summary}
         pretrain_report.finish(self, evaluations[result.step], summary)
         return True
 
