@@ -30,6 +30,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # the signature has them; unescaped axes break the markup
 default_role = "literal"  # `name` in a docstring is code, as in Markdown
 
 PACKAGES = {

@@ -18,7 +18,7 @@ NAMES = public_names()
 # Plumbing of argument checks and masks: there is no paper that they come from.
 WITHOUT_SOURCE = {"jaxlib_papers.ops.checks", "jaxlib_papers.ops.masked"}
 # Textbook quantities and checks of arguments, likewise.
-TEXTBOOK = re.compile(r"check_\w+|entropy|expert_counts")
+TEXTBOOK = re.compile(r"check_\w+|entropy|expert_counts|token_log_probs")
 SOURCE = re.compile(r"arXiv|reconstructed|Source:|equation|Eq\.|RFC|section \d", re.IGNORECASE)
 
 
