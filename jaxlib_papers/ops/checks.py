@@ -26,6 +26,7 @@ __all__ = [
     "check_nonnegative",
     "check_positive",
     "check_shape",
+    "float_dtype",
     "is_concrete",
 ]
 
@@ -53,6 +54,12 @@ def as_float(*arrays: ArrayLike) -> Any:
     dtype = jnp.float64 if any(a.dtype == jnp.float64 for a in converted) else jnp.float32
     converted = [a.astype(dtype) for a in converted]
     return converted[0] if len(converted) == 1 else tuple(converted)
+
+
+def float_dtype(*arrays: Any) -> jnp.dtype:
+    """The dtype in which sums over these arrays are formed: float64 if any has it, else float32."""
+    wide = any(a.dtype == jnp.float64 for a in arrays)
+    return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
 def check_shape(name: str, array: Any, expected: tuple[int, ...], meaning: str) -> None:

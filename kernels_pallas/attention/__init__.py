@@ -95,7 +95,7 @@ def attention(
 ) -> Float[Array, "batch q heads dim"] | tuple[Array, Array]:
     """Softmax attention that never holds a [q, k] array, forward or backward.
 
-    The logit of a pair is ``softcap(scale * q . k) + bias`` with ``softcap(s) = cap tanh(s / cap)``.
+    The logit of a pair is ``softcap(scale * q . k) + bias``, ``softcap(s) = cap tanh(s / cap)``.
     Query i stands at key position ``i + (Tk - Tq)``: the last query sees the last key.
 
     Args:

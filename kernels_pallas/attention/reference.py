@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.attention.scores import ScoreSpec, block_bounds
-from kernels_pallas.tiling import ceil_div
+from kernels_pallas.tiling import accumulator_dtype, ceil_div
 
 __all__ = ["Masks", "attention_xla"]
 
@@ -231,7 +231,7 @@ def _at(a: Array, index: Array) -> Array:
 
 def _forward(ctx: _Context, qs: Array, ks: Array, vs: Array) -> tuple[Array, Array]:
     """Outputs [n, B, K, rows, d] and log-sum-exp [n, B, K, rows, 1] of all query blocks."""
-    dtype = jnp.promote_types(qs.dtype, jnp.float32)
+    dtype = accumulator_dtype(qs)
     stat = jnp.zeros((*qs.shape[1:4], 1), dtype)
 
     def q_block(i: Array) -> tuple[Array, Array]:

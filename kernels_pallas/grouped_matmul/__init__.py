@@ -22,6 +22,8 @@ def _check(x: Array, w: Array, group_sizes: Array, transpose_w: bool) -> None:
     for name, array in (("x", x), ("w", w)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"grouped_matmul: {name} must be floating point, got {array.dtype}")
+    if x.dtype != w.dtype:
+        raise ValueError(f"grouped_matmul: x is {x.dtype} and w is {w.dtype}; cast one of them")
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"grouped_matmul: group_sizes must be integer, got {group_sizes.dtype}")
     if group_sizes.shape[0] != w.shape[0]:
@@ -60,14 +62,15 @@ def grouped_matmul(
 
     Args:
       x: rows sorted by group, [m, k], any float dtype.
-      w: one matrix per group, [groups, k, n] ([groups, n, k] with ``transpose_w``).
+      w: one matrix per group in the same dtype, [groups, k, n] ([groups, n, k] with
+        ``transpose_w``).
       group_sizes: rows per group, integer [groups]. Under jit a negative size counts as 0 and rows
         past ``m`` are clipped.
       transpose_w: contract over the last axis of ``w`` instead of the middle one.
       implementation: see `kernels_pallas.dispatch`.
 
     Returns:
-      [m, n] in the promoted dtype of x and w, accumulated in float32 (float64 for float64 input).
+      [m, n] in the dtype of x and w, accumulated in float32 (float64 for float64 input).
       Rows past ``sum(group_sizes)`` are zero, whatever x holds there. Gradients: the weight of an
       empty group gets exactly 0, and so do the rows of x that belong to no group.
 

@@ -21,15 +21,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.dispatch import current_platform
+from kernels_pallas.tiling import accumulator_dtype
 
 __all__ = ["grouped_matmul_dw", "grouped_matmul_forward", "grouped_matmul_xla"]
 
 # Row counts of one dot. A group larger than the last rung is walked in blocks of that rung first.
 _LADDER = (8, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576, 640, 768, 1024)
-
-
-def _accumulator(*dtypes: jnp.dtype) -> jnp.dtype:
-    return jnp.promote_types(functools.reduce(jnp.promote_types, dtypes), jnp.float32)
 
 
 def _ladder(num_rows: int) -> tuple[int, ...]:
@@ -99,16 +96,16 @@ def grouped_matmul_forward(
 ) -> Float[Array, "m n"]:
     """``y[r] = x[r] @ w[group of r]`` (``w[g].T`` with ``transpose_w``), without a VJP."""
     num_rows, num_out = x.shape[0], w.shape[1 if transpose_w else 2]
-    dtype = jnp.promote_types(x.dtype, w.dtype)
+    dtype = x.dtype
     if num_rows == 0 or w.shape[0] == 0:
         return jnp.zeros((num_rows, num_out), dtype)
     if current_platform() != "cpu":
         sizes = _bounds(group_sizes, num_rows)[1]
         rhs = jnp.swapaxes(w, 1, 2) if transpose_w else w
-        out = lax.ragged_dot(x, rhs, sizes, preferred_element_type=_accumulator(x.dtype, w.dtype))
+        out = lax.ragged_dot(x, rhs, sizes, preferred_element_type=accumulator_dtype(x, w))
         return out.astype(dtype)
 
-    accumulator = _accumulator(x.dtype, w.dtype)
+    accumulator = accumulator_dtype(x, w)
     contract = (((1,), (1 if transpose_w else 0,)), ((), ()))
 
     def group(y: Array, operand: tuple[Array, Array, Array]) -> tuple[Array, None]:
@@ -135,7 +132,7 @@ def grouped_matmul_dw(
     dtype: jnp.dtype,
 ) -> Float[Array, "groups k n"]:
     """``dw[g] = x[rows of g].T @ dy[rows of g]``; exactly zero for an empty group."""
-    num_rows, accumulator = x.shape[0], _accumulator(x.dtype, dy.dtype)
+    num_rows, accumulator = x.shape[0], accumulator_dtype(x, dy)
     shape = (x.shape[1], dy.shape[1])
     if num_rows == 0:
         return jnp.zeros((group_sizes.shape[0], *shape), dtype)

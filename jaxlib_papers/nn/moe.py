@@ -1,0 +1,240 @@
+"""Sparse mixture of SwiGLU experts: float32 router, no token dropped, grouped matmuls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Key
+
+from jaxlib_papers.nn.config import DecoderConfig
+from jaxlib_papers.nn.layers import SwiGLU, normal_param
+from jaxlib_papers.nn.partitioning import current_sharding, logical_to_spec
+from jaxlib_papers.ops.checks import float_dtype
+from jaxlib_papers.ops.expert_dispatch import (
+    combine_rows,
+    expert_capacity,
+    plan_dispatch,
+    route_top_k,
+    take_rows,
+)
+from kernels_pallas.grouped_matmul import grouped_matmul
+
+__all__ = ["MoELayer", "RouterOutput", "expert_mixture"]
+
+
+class RouterOutput(NamedTuple):
+    """What the auxiliary losses need of one layer's router.
+
+    Attributes:
+      logits: Router logits before the softmax, float32 [batch, seq, experts].
+      probs: Their softmax over all experts.
+      dropped_fraction: Share of assignments that found no room, scalar; None when none can be
+        dropped.
+    """
+
+    logits: Float[Array, "batch seq experts"]
+    probs: Float[Array, "batch seq experts"]
+    dropped_fraction: Float[Array, ""] | None = None
+
+
+def _experts_on_rows(
+    rows: Float[Array, "rows embed"],
+    gate_up: Float[Array, "experts embed two hidden"],
+    down: Float[Array, "experts hidden embed"],
+    group_sizes: Int[Array, " experts"],
+    capacity: int | None,
+) -> Float[Array, "rows embed"]:
+    num_experts, embed, _, hidden = gate_up.shape
+    both = gate_up.reshape(num_experts, embed, 2 * hidden)
+    if capacity is not None:
+        slots = rows.reshape(num_experts, capacity, embed)
+        wide = float_dtype(rows)
+
+        def each(a: Array, w: Array) -> Array:
+            out = jnp.einsum("eci,eio->eco", a, w, preferred_element_type=wide)
+            return out.astype(rows.dtype)
+
+        gate, up = jnp.split(each(slots, both), 2, axis=-1)
+        return each(jax.nn.silu(gate) * up, down).reshape(rows.shape)
+    gate, up = jnp.split(grouped_matmul(rows, both, group_sizes), 2, axis=-1)
+    return grouped_matmul(jax.nn.silu(gate) * up, down, group_sizes)
+
+
+def expert_mixture(
+    x: Float[Array, "tokens embed"],
+    indices: Int[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    gate_up: Float[Array, "experts embed two hidden"],
+    down: Float[Array, "experts hidden embed"],
+    *,
+    capacity_factor: float | None = None,
+) -> tuple[Float[Array, "tokens embed"], Int[Array, ""]]:
+    """``y_t = sum_k weights[t, k] E_{indices[t, k]}(x_t)`` with SwiGLU experts.
+
+    Tokens are sorted by expert and multiplied group by group; moving rows is a gather forward and
+    backward. Experts that no token chose get gradients of exactly 0.
+
+    Args:
+      x: Token vectors, any float dtype; matmuls are in it, accumulated in float32.
+      indices: Experts of each token; one outside [0, experts) adds nothing.
+      weights: Their weights, float32.
+      gate_up: First matrices of the experts, gate before up.
+      down: Second matrices.
+      capacity_factor: None drops nothing; see `nn.config.MoEConfig`.
+
+    Returns:
+      (y [tokens, embed], number of assignments dropped, int32).
+    """
+    num_tokens, top_k = indices.shape
+    capacity = None
+    if capacity_factor is not None:
+        capacity = expert_capacity(num_tokens, gate_up.shape[0], top_k, capacity_factor)
+    dispatch = plan_dispatch(indices, gate_up.shape[0], capacity=capacity)
+    rows = take_rows(x, dispatch)
+    rows = _experts_on_rows(rows, gate_up, down, dispatch.group_sizes, capacity)
+    y = combine_rows(rows, weights, dispatch)
+    if dispatch.kept is None:
+        return y, jnp.zeros((), jnp.int32)
+    real = (indices >= 0) & (indices < gate_up.shape[0])
+    return y, jnp.sum(real & ~dispatch.kept, dtype=jnp.int32)
+
+
+class MoELayer(nnx.Module):
+    """A mixture of experts in place of a feed-forward network.
+
+    Under `nn.partitioning.use_sharding` each device routes its own tokens (over all experts) and
+    runs the experts that it holds; results are summed over the expert and tensor axes.
+
+    Args:
+      config: The decoder's configuration, with ``moe``.
+      key: PRNG key of the initial weights.
+    """
+
+    def __init__(self, config: DecoderConfig, *, key: Key[Array, ""]):
+        moe = config.moe
+        if moe is None:
+            raise ValueError("config.moe is None, expected a MoEConfig")
+        keys = jax.random.split(key, 4)
+        embed, hidden = config.embed_dim, moe.expert_dim
+        std, dtype = config.init_std, config.param_dtype
+        router_std = std if moe.router_std is None else moe.router_std
+        # Router operands are float32 whatever the model computes in: bfloat16 logits tie.
+        self.router = normal_param(
+            keys[0], (embed, moe.num_experts), ("embed", "experts"), router_std, "float32"
+        )
+        self.gate_up = normal_param(
+            keys[1],
+            (moe.num_experts, embed, 2, hidden),
+            ("experts", "embed", None, "expert_mlp"),
+            std,
+            dtype,
+        )
+        self.down = normal_param(
+            keys[2],
+            (moe.num_experts, hidden, embed),
+            ("experts", "expert_mlp", "embed"),
+            std,
+            dtype,
+        )
+        width = moe.shared_expert_dim
+        self.shared = SwiGLU(config, width, key=keys[3]) if width else None
+        self.config = moe
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"]
+    ) -> tuple[Float[Array, "batch seq embed"], RouterOutput]:
+        """Sends every token to its experts.
+
+        Args:
+          x: Normalised residual stream.
+
+        Returns:
+          (sum of the experts' results in the dtype of x, router output).
+        """
+        config = self.config
+        # At full precision also on a TPU, whose default would round the operands to bfloat16.
+        logits = lax.dot_general(
+            x.astype(self.router.dtype),
+            self.router[...],
+            (((2,), (0,)), ((), ())),
+            precision=lax.Precision.HIGHEST,
+        )
+        routing = route_top_k(
+            logits.reshape(-1, config.num_experts), config.top_k, renormalize=config.renormalize
+        )
+        choice = (*x.shape[:2], config.top_k)
+        y, dropped = self._mixture(
+            x, routing.indices.reshape(choice), routing.weights.reshape(choice)
+        )
+        if self.shared is not None:
+            y = y + self.shared(x)
+        fraction = None
+        if config.capacity_factor is not None:
+            fraction = dropped.astype(jnp.float32) / (logits.size // config.num_experts)
+            fraction = fraction / config.top_k
+        return y, RouterOutput(logits, routing.probs.reshape(logits.shape), fraction)
+
+    def _mixture(
+        self,
+        x: Float[Array, "batch seq embed"],
+        indices: Int[Array, "batch seq top_k"],
+        weights: Float[Array, "batch seq top_k"],
+    ) -> tuple[Float[Array, "batch seq embed"], Int[Array, ""]]:
+        gate_up = self.gate_up[...].astype(x.dtype)
+        down = self.down[...].astype(x.dtype)
+        factor = self.config.capacity_factor
+
+        def local(
+            x: Array, indices: Array, weights: Array, gate_up: Array, down: Array
+        ) -> tuple[Array, Array]:
+            shape = x.shape
+            y, dropped = expert_mixture(
+                x.reshape(-1, shape[2]),
+                indices.reshape(-1, indices.shape[2]),
+                weights.reshape(-1, weights.shape[2]),
+                gate_up,
+                down,
+                capacity_factor=factor,
+            )
+            return y.reshape(shape), dropped
+
+        context = current_sharding()
+        if context is None or context[0].size == 1:
+            return local(x, indices, weights, gate_up, down)
+
+        mesh, rules = context
+        spec = logical_to_spec(("batch", "seq", None), x.shape, rules, mesh, name="x")
+        up_spec = logical_to_spec(
+            ("experts", None, None, "expert_mlp"), gate_up.shape, rules, mesh, name="gate_up"
+        )
+        down_spec = PartitionSpec(up_spec[0], up_spec[3], None)
+        token_axes, expert_axes, hidden_axes = (
+            tuple(a for entry in entries if entry for a in _names(entry))
+            for entries in (spec, up_spec[:1], up_spec[3:])
+        )
+
+        def on_device(
+            x: Array, indices: Array, weights: Array, gate_up: Array, down: Array
+        ) -> tuple[Array, Array]:
+            if expert_axes:
+                indices = indices - lax.axis_index(expert_axes) * gate_up.shape[0]
+            y, dropped = local(x, indices, weights, gate_up, down)
+            y = lax.psum(y, (*expert_axes, *hidden_axes))
+            # Each device of the tensor axis dropped the same assignments.
+            return y, lax.psum(dropped, (*token_axes, *expert_axes))
+
+        return jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(spec, spec, spec, up_spec, down_spec),
+            out_specs=(spec, PartitionSpec()),
+        )(x, indices, weights, gate_up, down)
+
+
+def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry)
