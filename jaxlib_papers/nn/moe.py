@@ -23,6 +23,7 @@ from jaxlib_papers.ops.expert_dispatch import (
     take_rows,
 )
 from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.tiling import align_varying
 
 __all__ = ["MoELayer", "RouterOutput", "expert_mixture"]
 
@@ -90,6 +91,7 @@ def expert_mixture(
     Returns:
       (y [tokens, embed], number of assignments dropped, int32).
     """
+    x, indices, weights, gate_up, down = align_varying(x, indices, weights, gate_up, down)
     num_tokens, top_k = indices.shape
     capacity = None
     if capacity_factor is not None:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.attention.reference import Masks, attention_xla
 from kernels_pallas.attention.scores import make_spec
 from kernels_pallas.dispatch import Implementation, choose, current_platform
+from kernels_pallas.tiling import align_varying
 
 __all__ = ["attention"]
 
@@ -135,6 +136,9 @@ def attention(
         lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
         return (jnp.zeros_like(q), lse) if return_lse else jnp.zeros_like(q)
 
+    q, k, v, bias, mask, q_segment_ids, kv_segment_ids = align_varying(
+        q, k, v, bias, mask, q_segment_ids, kv_segment_ids
+    )
     reasons = _unsupported(q)
     backend = choose("attention", implementation, **reasons)
     options = {

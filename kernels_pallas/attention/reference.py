@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.attention.scores import ScoreSpec, block_bounds
-from kernels_pallas.tiling import accumulator_dtype, ceil_div
+from kernels_pallas.tiling import accumulator_dtype, align_varying, ceil_div
 
 __all__ = ["Masks", "attention_xla"]
 
@@ -253,7 +253,9 @@ def _forward(ctx: _Context, qs: Array, ks: Array, vs: Array) -> tuple[Array, Arr
             jnp.full_like(stat, -jnp.inf),
             jnp.zeros((*qs.shape[1:4], vs.shape[4]), dtype),
         )
-        total, top, out = lax.fori_loop(ctx.bounds[i, 0], ctx.bounds[i, 1], k_block, init)
+        total, top, out = lax.fori_loop(
+            ctx.bounds[i, 0], ctx.bounds[i, 1], k_block, align_varying(init, q)[0]
+        )
         empty = total == 0
         safe = jnp.where(empty, jnp.ones_like(total), total)
         lse = jnp.where(empty, jnp.full_like(total, -jnp.inf), _finite(top, 0.0) + jnp.log(safe))
@@ -310,12 +312,13 @@ def _backward(
             dk = _add_at(dk, j, _dot(ds, q, (3, 2), dtype))
             return dq + _dot(ds, k, (2, 2), dtype), dk, dv, dbias
 
-        start = (jnp.zeros(q.shape, dtype), *carry)
+        start = align_varying((jnp.zeros(q.shape, dtype), *carry), q)[0]
         dq, *rest = lax.fori_loop(ctx.bounds[i, 0], ctx.bounds[i, 1], k_block, start)
         return tuple(rest), dq
 
     dbias = None if ctx.bias is None else jnp.zeros(ctx.bias.shape, dtype)
     init = (jnp.zeros(ks.shape, dtype), jnp.zeros(vs.shape, dtype), dbias)
+    init, _ = align_varying(init, qs)
     (dk, dv, dbias), dq = lax.scan(q_block, init, jnp.arange(qs.shape[0], dtype=jnp.int32))
     return dq, dk, dv, dbias
 

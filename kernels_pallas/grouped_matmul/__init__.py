@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.dispatch import Implementation, choose
 from kernels_pallas.grouped_matmul.reference import grouped_matmul_xla
+from kernels_pallas.tiling import align_varying
 
 __all__ = ["grouped_matmul"]
 
@@ -80,6 +81,7 @@ def grouped_matmul(
       NotImplementedError: the named implementation can't take these arguments.
     """
     _check(x, w, group_sizes, transpose_w)
+    x, w, group_sizes = align_varying(x, w, group_sizes)
     backend = choose("grouped_matmul", implementation, **_unsupported(x, w))
     if backend == "xla":
         return grouped_matmul_xla(x, w, group_sizes, transpose_w)

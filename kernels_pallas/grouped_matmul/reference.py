@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.dispatch import current_platform
-from kernels_pallas.tiling import accumulator_dtype
+from kernels_pallas.tiling import accumulator_dtype, align_varying
 
 __all__ = ["grouped_matmul_dw", "grouped_matmul_forward", "grouped_matmul_xla"]
 
@@ -120,7 +120,7 @@ def grouped_matmul_forward(
 
         return _for_each_block(num_rows, start, size, block, y), None
 
-    y = jnp.zeros((num_rows, num_out), dtype)
+    y, _ = align_varying(jnp.zeros((num_rows, num_out), dtype), x)
     y, _ = lax.scan(group, y, (w, *_bounds(group_sizes, num_rows)))
     return y
 
@@ -173,7 +173,7 @@ def grouped_matmul_dw(
         return _for_each_block(num_rows, start, size, block, dw), None
 
     index = jnp.arange(group_sizes.shape[0], dtype=starts.dtype)
-    dw = jnp.zeros((index.shape[0], *shape), accumulator)
+    dw, _ = align_varying(jnp.zeros((index.shape[0], *shape), accumulator), x)
     return lax.scan(group, dw, (index, starts, sizes))[0].astype(dtype)
 
 
