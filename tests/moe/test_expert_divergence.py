@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -371,95 +369,6 @@ def test_bfloat16_logits_are_lifted_to_float32():
     loss, _ = loss_of_logits(low, ids, 3, mask)
     assert loss.dtype == jnp.float32
     np.testing.assert_allclose(loss, loss_of_logits(low.astype(jnp.float32), ids, 3, mask)[0])
-
-
-class TestObjectiveParts:
-    def test_weighted_sum_and_parts(self):
-        coef = ed.MoELossConfig(alpha=0.1, beta=0.01, gamma_z=0.001)
-        total, parts = ed.moe_objective(*(jnp.float32(x) for x in (2, 1, 5, 9)), coef)
-        assert float(total) == pytest.approx(2 + 0.1 + 0.05 + 0.009)
-        assert sum(float(p) for p in parts.values()) == pytest.approx(float(total))
-        assert set(parts) == {"lm", "lb", "ed", "z"}
-
-    def test_a_term_with_coefficient_zero_is_left_out(self):
-        coef = ed.MoELossConfig(beta=0.0)
-        total, parts = ed.moe_objective(
-            jnp.float32(2), jnp.float32(1), jnp.float32(jnp.nan), jnp.float32(9), coef
-        )
-        assert float(total) == pytest.approx(2.001)
-        assert parts["ed"] == parts["z"] == 0
-
-    def test_defaults(self):
-        assert ed.MoELossConfig() == ed.MoELossConfig(1e-3, 1e-3, 0.0, 1e-8, "mean")
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            ed.MoELossConfig().alpha = 1.0
-
-    @pytest.mark.parametrize(
-        ("wrong", "message"),
-        [
-            ({"alpha": -1.0}, "alpha is -1.0"),
-            ({"beta": float("nan")}, "beta is nan"),
-            ({"gamma_z": -1e-9}, "gamma_z is"),
-            ({"eps": 0.0}, "eps is 0.0"),
-            ({"layer_reduction": "max"}, "layer_reduction is 'max'"),
-        ],
-    )
-    def test_refused_coefficients(self, wrong, message):
-        with pytest.raises(ValueError, match=message):
-            ed.MoELossConfig(**wrong)
-
-    def test_negative_coefficient_at_the_sum(self):
-        coef = SimpleNamespace(alpha=1.0, beta=-1.0, gamma_z=0.0)
-        with pytest.raises(ValueError, match="coefficient of ed is -1.0"):
-            ed.moe_objective(*(jnp.float32(0),) * 4, coef)
-
-    def test_one_domain_is_refused_only_with_beta(self):
-        ed.check_domains_for_objective(ed.MoELossConfig(beta=0.0), 1)
-        ed.check_domains_for_objective(ed.MoELossConfig(), 2)
-        with pytest.raises(ValueError, match="the data has 1 domain"):
-            ed.check_domains_for_objective(ed.MoELossConfig(), 1)
-
-
-class TestRouterPermutation:
-    """A tiny model: token t needs expert t mod N of each layer; a wrong one costs 1 nat."""
-
-    sizes = {"num_layers": 3, "num_experts": 5}
-
-    def apply(self, batch, permutations):
-        if permutations is None:
-            return 0.0, len(batch)
-        permutations = np.asarray(permutations)
-        assert permutations.shape == (3, 5)
-        np.testing.assert_array_equal(np.sort(permutations, axis=1), np.tile(np.arange(5), (3, 1)))
-        wrong = permutations != np.arange(5)
-        return np.sum(wrong[:, batch % 5]), len(batch)
-
-    def test_ratio_is_the_exponential_of_the_rise(self):
-        key = jax.random.key(0)
-        ratio = ed.router_permutation_delta_ppl(self.apply, np.arange(5), key, **self.sizes)
-        again = ed.router_permutation_delta_ppl(self.apply, np.arange(5), key, **self.sizes)
-        assert isinstance(ratio, float)
-        assert ratio == again
-        assert 1 < ratio <= math.exp(3)
-
-    def test_chosen_layers_only(self):
-        key, tokens = jax.random.key(1), np.arange(5)
-        ratios = [
-            ed.router_permutation_delta_ppl(
-                self.apply, tokens, key, layers=layers, num_draws=2, **self.sizes
-            )
-            for layers in ([0], [1], [2], None)
-        ]
-        assert math.log(ratios[3]) == pytest.approx(sum(math.log(r) for r in ratios[:3]))
-        with pytest.raises(ValueError, match=r"layers is 3, expected an integer in 0\.\.2"):
-            ed.router_permutation_delta_ppl(self.apply, tokens, key, layers=[3], **self.sizes)
-
-    def test_indifferent_model_and_empty_batch(self):
-        key = jax.random.key(2)
-        ratio = ed.router_permutation_delta_ppl(lambda b, p: (3.0, 2.0), None, key, **self.sizes)
-        assert ratio == 1.0
-        with pytest.raises(ValueError, match="0.0 tokens"):
-            ed.router_permutation_delta_ppl(lambda b, p: (0.0, 0.0), None, key, **self.sizes)
 
 
 LOGITS, IDS, _ = batch(0)

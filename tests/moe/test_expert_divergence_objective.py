@@ -1,7 +1,9 @@
-"""The training objective on a toy model: padding, packing, micro-batches, exact statistics."""
+"""The objective on a toy model: padding, packing, micro-batches, exact statistics; its parts."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -11,18 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlib_papers.moe.expert_divergence import (
-    MoELossConfig,
-    expert_divergence_from_logits,
-    expert_divergence_objective,
-    load_balancing_loss,
-    router_z_loss,
-)
+from jaxlib_papers.moe import expert_divergence as ed
 from jaxlib_papers.train.step import Objective
 
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 ROWS, SEQ, WIDTH, VOCAB, LAYERS, EXPERTS, DOMAINS = 8, 10, 6, 11, 2, 4, 3
-COEF = MoELossConfig(alpha=0.1, beta=0.2, gamma_z=0.05, layer_reduction="sum")
+COEF = ed.MoELossConfig(alpha=0.1, beta=0.2, gamma_z=0.05, layer_reduction="sum")
 
 
 class ToyOutput(NamedTuple):
@@ -97,7 +93,7 @@ def run(objective, model, batch, *, parts=1, exact=False, key=None):
     return add([step(model, m, k, totals, whole) for m, k in zip(micro, keys, strict=True)])
 
 
-OBJECTIVE = expert_divergence_objective(COEF, num_domains=DOMAINS, top_k=2)
+OBJECTIVE = ed.expert_divergence_objective(COEF, num_domains=DOMAINS, top_k=2)
 
 
 def assert_close(found, expected, rtol=1e-5):
@@ -117,7 +113,7 @@ def test_is_the_sum_of_its_public_parts():
     def parts(model):
         out = model(batch["tokens"], positions=batch["positions"], segment_ids=None, key=None)
         log_probs = jax.nn.log_softmax(out.hidden @ model.head, axis=-1)
-        ed, more = expert_divergence_from_logits(
+        divergence, more = ed.expert_divergence_from_logits(
             out.router_logits,
             batch["domain_ids"],
             DOMAINS,
@@ -125,15 +121,21 @@ def test_is_the_sum_of_its_public_parts():
             segment_ids=batch["segment_ids"],
             layer_reduction="sum",
         )
-        lb = load_balancing_loss(logits=out.router_logits, top_k=2, mask=valid)
-        return log_probs, ed, more["mean_jsd"], lb, router_z_loss(out.router_logits, valid)
+        lb = ed.load_balancing_loss(logits=out.router_logits, top_k=2, mask=valid)
+        return (
+            log_probs,
+            divergence,
+            more["mean_jsd"],
+            lb,
+            ed.router_z_loss(out.router_logits, valid),
+        )
 
-    log_probs, ed, mean_jsd, lb, z = parts(model)
+    log_probs, divergence, mean_jsd, lb, z = parts(model)
     nll = -np.take_along_axis(np.asarray(log_probs), batch["targets"][..., None], -1)[..., 0]
     expected = {
         "lm_loss": nll[batch["loss_mask"]].mean(),
         "load_balance": lb,
-        "expert_divergence": ed,
+        "expert_divergence": divergence,
         "router_z": z,
         "mean_jsd": mean_jsd,
         "num_domains_present": 3.0,
@@ -221,9 +223,9 @@ def test_a_batch_of_padding_is_finite():
 def test_only_beta_moves_the_gradient_of_the_divergence():
     """With beta = 0 the divergence is reported and pulls at nothing."""
     model, batch = toy_model(), toy_batch()
-    plain = MoELossConfig(alpha=0.0, beta=0.0)
+    plain = ed.MoELossConfig(alpha=0.0, beta=0.0)
     (loss, metrics), grad = run(
-        expert_divergence_objective(plain, num_domains=DOMAINS, top_k=2), model, batch
+        ed.expert_divergence_objective(plain, num_domains=DOMAINS, top_k=2), model, batch
     )
     assert loss == metrics["lm_loss"]
     assert metrics["expert_divergence"] > 0
@@ -232,13 +234,102 @@ def test_only_beta_moves_the_gradient_of_the_divergence():
 
 def test_refused():
     with pytest.raises(ValueError, match="1 domain"):
-        expert_divergence_objective(num_domains=1, top_k=2)
+        ed.expert_divergence_objective(num_domains=1, top_k=2)
     with pytest.raises(ValueError, match="top_k is 0"):
-        expert_divergence_objective(num_domains=2, top_k=0)
-    expert_divergence_objective(MoELossConfig(beta=0.0), num_domains=1, top_k=2)
+        ed.expert_divergence_objective(num_domains=2, top_k=0)
+    ed.expert_divergence_objective(ed.MoELossConfig(beta=0.0), num_domains=1, top_k=2)
 
     def dense(tokens, **_):
         return ToyOutput(jnp.zeros((*tokens.shape, WIDTH)), None, None, None)
 
     with pytest.raises(ValueError, match="the model has no experts"):
         OBJECTIVE.loss(dense, toy_batch(), None, OBJECTIVE.count(toy_batch()), None)
+
+
+class TestObjectiveParts:
+    def test_weighted_sum_and_parts(self):
+        coef = ed.MoELossConfig(alpha=0.1, beta=0.01, gamma_z=0.001)
+        total, parts = ed.moe_objective(*(jnp.float32(x) for x in (2, 1, 5, 9)), coef)
+        assert float(total) == pytest.approx(2 + 0.1 + 0.05 + 0.009)
+        assert sum(float(p) for p in parts.values()) == pytest.approx(float(total))
+        assert set(parts) == {"lm", "lb", "ed", "z"}
+
+    def test_a_term_with_coefficient_zero_is_left_out(self):
+        coef = ed.MoELossConfig(beta=0.0)
+        total, parts = ed.moe_objective(
+            jnp.float32(2), jnp.float32(1), jnp.float32(jnp.nan), jnp.float32(9), coef
+        )
+        assert float(total) == pytest.approx(2.001)
+        assert parts["ed"] == parts["z"] == 0
+
+    def test_defaults(self):
+        assert ed.MoELossConfig() == ed.MoELossConfig(1e-3, 1e-3, 0.0, 1e-8, "mean")
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            ed.MoELossConfig().alpha = 1.0
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"alpha": -1.0}, "alpha is -1.0"),
+            ({"beta": float("nan")}, "beta is nan"),
+            ({"gamma_z": -1e-9}, "gamma_z is"),
+            ({"eps": 0.0}, "eps is 0.0"),
+            ({"layer_reduction": "max"}, "layer_reduction is 'max'"),
+        ],
+    )
+    def test_refused_coefficients(self, wrong, message):
+        with pytest.raises(ValueError, match=message):
+            ed.MoELossConfig(**wrong)
+
+    def test_negative_coefficient_at_the_sum(self):
+        coef = SimpleNamespace(alpha=1.0, beta=-1.0, gamma_z=0.0)
+        with pytest.raises(ValueError, match="coefficient of ed is -1.0"):
+            ed.moe_objective(*(jnp.float32(0),) * 4, coef)
+
+    def test_one_domain_is_refused_only_with_beta(self):
+        ed.check_domains_for_objective(ed.MoELossConfig(beta=0.0), 1)
+        ed.check_domains_for_objective(ed.MoELossConfig(), 2)
+        with pytest.raises(ValueError, match="the data has 1 domain"):
+            ed.check_domains_for_objective(ed.MoELossConfig(), 1)
+
+
+class TestRouterPermutation:
+    """A tiny model: token t needs expert t mod N of each layer; a wrong one costs 1 nat."""
+
+    sizes = {"num_layers": 3, "num_experts": 5}
+
+    def apply(self, batch, permutations):
+        if permutations is None:
+            return 0.0, len(batch)
+        permutations = np.asarray(permutations)
+        assert permutations.shape == (3, 5)
+        np.testing.assert_array_equal(np.sort(permutations, axis=1), np.tile(np.arange(5), (3, 1)))
+        wrong = permutations != np.arange(5)
+        return np.sum(wrong[:, batch % 5]), len(batch)
+
+    def test_ratio_is_the_exponential_of_the_rise(self):
+        key = jax.random.key(0)
+        ratio = ed.router_permutation_delta_ppl(self.apply, np.arange(5), key, **self.sizes)
+        again = ed.router_permutation_delta_ppl(self.apply, np.arange(5), key, **self.sizes)
+        assert isinstance(ratio, float)
+        assert ratio == again
+        assert 1 < ratio <= math.exp(3)
+
+    def test_chosen_layers_only(self):
+        key, tokens = jax.random.key(1), np.arange(5)
+        ratios = [
+            ed.router_permutation_delta_ppl(
+                self.apply, tokens, key, layers=layers, num_draws=2, **self.sizes
+            )
+            for layers in ([0], [1], [2], None)
+        ]
+        assert math.log(ratios[3]) == pytest.approx(sum(math.log(r) for r in ratios[:3]))
+        with pytest.raises(ValueError, match=r"layers is 3, expected an integer in 0\.\.2"):
+            ed.router_permutation_delta_ppl(self.apply, tokens, key, layers=[3], **self.sizes)
+
+    def test_indifferent_model_and_empty_batch(self):
+        key = jax.random.key(2)
+        ratio = ed.router_permutation_delta_ppl(lambda b, p: (3.0, 2.0), None, key, **self.sizes)
+        assert ratio == 1.0
+        with pytest.raises(ValueError, match="0.0 tokens"):
+            ed.router_permutation_delta_ppl(lambda b, p: (0.0, 0.0), None, key, **self.sizes)
