@@ -134,7 +134,9 @@ def abstract_model(
     model_fn: Callable[[jax.Array], nnx.Module], trainable: nnx.filterlib.Filter = nnx.Param
 ) -> ModelSpec:
     """Describes the model that `model_fn(key)` makes, without allocating it."""
-    model = jax.eval_shape(model_fn, jax.random.key(0))
+    # The key is made while tracing: this touches no device, so it may come before
+    # jax.distributed.initialize().
+    model = jax.eval_shape(lambda: model_fn(jax.random.key(0)))
     graphdef, params, rest = split_model(model, trainable)
     axes, rest_axes = model_axes(graphdef, params, rest)
     return ModelSpec(graphdef, params, rest, axes, rest_axes)
