@@ -24,10 +24,10 @@ def float_leaves(tree) -> list[jax.Array]:
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-def size_of_output(case: Case, module: nnx.Module, key: jax.Array) -> jax.Array:
+def size_of_output(case: Case, module: nnx.Module, key: jax.Array, dtype: str) -> jax.Array:
     """A scalar that every floating output moves, by a different amount at each place."""
     total = jnp.float32(0)
-    for index, leaf in enumerate(float_leaves(case.call(module, key))):
+    for index, leaf in enumerate(float_leaves(case.call(module, key, dtype))):
         leaf = leaf.astype(jnp.float32)
         weight = jnp.cos(jnp.arange(leaf.size, dtype=jnp.float32) + index).reshape(leaf.shape)
         total += jnp.sum(weight * jnp.tanh(leaf))
@@ -69,25 +69,22 @@ def built():
 
     def build(name: str, dtype: str) -> nnx.Module:
         if (name, dtype) not in cache:
-            cache[name, dtype] = CASES[name].make(jax.random.key(0), dtype)
+            make = jax.jit(CASES[name].make, static_argnums=1)  # one compilation, not hundreds
+            cache[name, dtype] = make(jax.random.key(0), dtype)
         return cache[name, dtype]
 
     return build
 
 
-def qualified_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__name__}"
-
-
-def test_every_module_class_has_a_case_and_every_case_a_class():
-    found = {qualified_name(cls) for cls in module_classes()}
-    assert set(CASES) == found, "add the class to (or remove it from) cases.py"
+def test_every_module_class_has_a_case():
+    missing = set(module_classes()) - {case.cls for case in CASES.values()}
+    assert not missing, "add the class to cases.py"
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_structure(name, built):
     module = built(name, "float32")
-    assert qualified_name(type(module)) == name
+    assert type(module) is CASES[name].cls
     assert problems_of_structure(module) == []
     check_graph_modes(module)
 
@@ -95,10 +92,15 @@ def test_structure(name, built):
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_construction_depends_on_the_key_and_on_nothing_else(name, built):
     module, case = built(name, "float32"), CASES[name]
-    again = case.make(jax.random.key(0), "float32")
-    assert all(map(np.array_equal, jax.tree.leaves(module), jax.tree.leaves(again)))
+    make = jax.jit(case.make, static_argnums=1)
+    again, other = (make(jax.random.key(seed), "float32") for seed in (0, 1))
+    leaves = [jax.tree.leaves(m) for m in (module, again, other)]
+    assert all(map(np.array_equal, leaves[0], leaves[1]))
+    # Scales and biases start constant; whatever was drawn was drawn from the key.
+    drawn = [i for i, leaf in enumerate(leaves[0]) if float(np.ptp(leaf)) > 0]
+    assert not any(np.array_equal(leaves[0][i], leaves[2][i]) for i in drawn)
     abstract = jax.eval_shape(lambda key: case.make(key, "float32"), jax.random.key(0))
-    for real, shape in zip(jax.tree.leaves(module), jax.tree.leaves(abstract), strict=True):
+    for real, shape in zip(leaves[0], jax.tree.leaves(abstract), strict=True):
         assert (real.shape, real.dtype) == (shape.shape, shape.dtype)
 
 
@@ -107,8 +109,8 @@ def test_construction_depends_on_the_key_and_on_nothing_else(name, built):
 def test_jit_equals_eager_and_the_call_leaves_no_trace(name, dtype, built):
     module, case, key = built(name, dtype), CASES[name], jax.random.key(1)
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(module)]
-    eager = case.call(module, key)
-    jitted = jax.jit(case.call)(module, key)
+    eager = case.call(module, key, dtype)
+    jitted = jax.jit(case.call, static_argnums=2)(module, key, dtype)
     assert jax.tree.structure(eager) == jax.tree.structure(jitted)
     assert jax.tree.leaves(eager), "the case returns no arrays"
     for one, other in zip(jax.tree.leaves(eager), jax.tree.leaves(jitted), strict=True):
@@ -120,8 +122,11 @@ def test_jit_equals_eager_and_the_call_leaves_no_trace(name, dtype, built):
     assert all(map(np.array_equal, before, jax.tree.leaves(module)))
 
 
-@pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "graph"),
+    [("float32", True), ("float32", False), ("bfloat16", True)],
+    ids=["float32-graph", "float32-tree", "bfloat16"],
+)
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_gradients_are_finite_and_reach_every_parameter(name, dtype, graph, built):
     module, case, key = built(name, dtype), CASES[name], jax.random.key(1)
@@ -129,7 +134,7 @@ def test_gradients_are_finite_and_reach_every_parameter(name, dtype, graph, buil
         graphdef, params, rest = params_of(module)
 
         def loss(params):
-            return size_of_output(case, nnx.merge(graphdef, params, rest), key)
+            return size_of_output(case, nnx.merge(graphdef, params, rest), key, dtype)
 
         value, gradient = jax.jit(jax.value_and_grad(loss))(params)
     assert np.isfinite(float(value))
