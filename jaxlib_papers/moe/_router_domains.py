@@ -108,10 +108,10 @@ def domain_router_sums(
 
 
 def _check_sums(sums: ArrayLike, counts: ArrayLike) -> tuple[Array, Array]:
-    sums, counts = as_float(sums, counts)
     check_ndim("sums", sums, (2,), "[domains, experts]")
-    check_shape("counts", counts, sums.shape[:1], "[domains] of sums")
-    return sums, jax.lax.stop_gradient(counts)
+    check_shape("counts", counts, jnp.shape(sums)[:1], "[domains] of sums")
+    totals, numbers = as_float(sums, counts)
+    return totals, jax.lax.stop_gradient(numbers)
 
 
 def pairwise_js(
