@@ -27,6 +27,7 @@ from kernels_pallas.attention.scores import (
     block_bounds,
     dot,
     logits,
+    quotient,
     transform_slope,
 )
 from kernels_pallas.tiling import ceil_div, result_type
@@ -149,9 +150,9 @@ def _key_kernel(
 
 
 def _split(n: Int[Array, ""], size: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Quotient and remainder of a number that isn't negative (floor division would test signs)."""
-    divisor = jnp.full((), size, n.dtype)
-    return jax.lax.div(n, divisor), jax.lax.rem(n, divisor)
+    """Quotient and remainder of a number that isn't negative."""
+    whole = quotient(n, size)
+    return whole, n - whole * size
 
 
 def _bias_kernel(
@@ -197,8 +198,12 @@ def _bias_kernel(
                 View(delta_ref, (b, h)),
                 first_query, tile, spec.queries,
             )  # fmt: skip
-            k = load_rows(View(k_ref, (b,), (h // group,)), first_key, tile.keys, spec.keys, True)
-            v = load_rows(View(v_ref, (b,), (h // group,)), first_key, tile.keys, spec.keys, True)
+            k = load_rows(
+                View(k_ref, (b,), (quotient(h, group),)), first_key, tile.keys, spec.keys, True
+            )
+            v = load_rows(
+                View(v_ref, (b,), (quotient(h, group),)), first_key, tile.keys, spec.keys, True
+            )
             _, ds, _ = _weights_and_slopes(
                 q, do, lse, delta, k, v, first_query, first_key, pairs, spec, tile, True, False
             )
@@ -249,7 +254,7 @@ def query_gradient(
     ).reshape(-1)  # fmt: skip
     of_query = pl.BlockSpec((None, queries, None, dim), lambda i, h, b: (b, 0, h, 0))
     of_row = pl.BlockSpec((None, None, queries), lambda i, h, b: (b, h, 0))
-    of_key = pl.BlockSpec((None, keys, None, dim), lambda i, h, b: (b, 0, h // group, 0))
+    of_key = pl.BlockSpec((None, keys, None, dim), lambda i, h, b: (b, 0, quotient(h, group), 0))
     operands = (bounds, q, do, lse, delta, k, v, bias, mask, q_seg, k_seg)
     return pl.pallas_call(
         functools.partial(_query_kernel, spec=spec, tile=tile),

@@ -17,7 +17,15 @@ from kernels_pallas.attention.gpu_blocks import (
     store_rows,
     visit_blocks,
 )
-from kernels_pallas.attention.scores import LN2, LOG2E, ScoreSpec, block_bounds, dot, logits
+from kernels_pallas.attention.scores import (
+    LN2,
+    LOG2E,
+    ScoreSpec,
+    block_bounds,
+    dot,
+    logits,
+    quotient,
+)
 from kernels_pallas.tiling import ceil_div, result_type
 
 __all__ = ["attention_forward", "pair_specs", "pairs_of"]
@@ -139,7 +147,7 @@ def attention_forward(
         col_segments=k_seg, dense_mask=mask is not None,
     ).reshape(-1)  # fmt: skip
     of_query = pl.BlockSpec((None, queries, None, dim), lambda i, h, b: (b, 0, h, 0))
-    of_key = pl.BlockSpec((None, keys, None, dim), lambda i, h, b: (b, 0, h // group, 0))
+    of_key = pl.BlockSpec((None, keys, None, dim), lambda i, h, b: (b, 0, quotient(h, group), 0))
     operands = (bounds, q, k, v, bias, mask, q_seg, k_seg)
     present = [array for array in operands if array is not None]
     return pl.pallas_call(

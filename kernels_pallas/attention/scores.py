@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels_pallas.tiling import ceil_div
@@ -21,6 +22,8 @@ __all__ = [
     "in_band",
     "logits",
     "make_spec",
+    "pairs_in_band",
+    "quotient",
     "transform_slope",
 ]
 
@@ -56,6 +59,11 @@ def every_key(
 ) -> Shaped[Array, "batch_or_1 heads_or_1 queries_or_1 keys"] | None:
     """A bias or mask with its last axis in full, as the kernels read it."""
     return None if pairs is None else jnp.broadcast_to(pairs, (*pairs.shape[:3], keys))
+
+
+def quotient(n: Int[Array, ""], size: int) -> Int[Array, ""]:
+    """``n / size`` rounded to zero: inside a kernel floor division would test signs."""
+    return jax.lax.div(n, jnp.full((), size, n.dtype))
 
 
 def make_spec(
@@ -222,3 +230,11 @@ def block_bounds(
     first_full = jnp.clip(first_full[None], first, end)
     end_full = jnp.clip(end_full[None], first_full, end)
     return jnp.stack([first, first_full, end_full, end], axis=-1).astype(jnp.int32)
+
+
+def pairs_in_band(spec: ScoreSpec) -> int:
+    """Number of (query, key) pairs that the band allows."""
+    position = np.arange(spec.queries, dtype=np.int64) + spec.offset
+    low = np.zeros_like(position) if spec.left is None else position - spec.left
+    high = np.full_like(position, spec.keys - 1) if spec.right is None else position + spec.right
+    return int(np.clip(np.minimum(high, spec.keys - 1) - np.maximum(low, 0) + 1, 0, None).sum())

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.attention.scores import ScoreSpec, every_key, make_spec
-from kernels_pallas.attention.tpu_backward import attention_backward, bias_gradient
+from kernels_pallas.attention.tpu_backward import attention_backward
+from kernels_pallas.attention.tpu_bias import bias_gradient
 from kernels_pallas.attention.tpu_blocks import choose_blocks
 from kernels_pallas.attention.tpu_forward import attention_forward
 

@@ -6,12 +6,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.attention.scores import ScoreSpec
+from kernels_pallas.attention.scores import ScoreSpec, pairs_in_band
 from kernels_pallas.dispatch import block_sizes
 from kernels_pallas.tiling import ceil_div, round_up
 
@@ -21,7 +20,6 @@ __all__ = [
     "choose_blocks",
     "forward_cost",
     "in_main_memory",
-    "pairs_in_band",
     "segment_column",
     "shape_class",
     "tile_rows",
@@ -119,14 +117,6 @@ def choose_blocks(
     blocks = ceil_div(spec.keys, keys)
     stretch = min(blocks, ceil_div(blocks, ceil_div(blocks, stretch)))
     return Blocks(queries, keys, stretch * keys, query_stretch)
-
-
-def pairs_in_band(spec: ScoreSpec) -> int:
-    """Number of (query, key) pairs that the band allows."""
-    position = np.arange(spec.queries, dtype=np.int64) + spec.offset
-    low = np.zeros_like(position) if spec.left is None else position - spec.left
-    high = np.full_like(position, spec.keys - 1) if spec.right is None else position + spec.right
-    return int(np.clip(np.minimum(high, spec.keys - 1) - np.maximum(low, 0) + 1, 0, None).sum())
 
 
 def _size(array: jax.Array) -> int:

@@ -24,6 +24,7 @@ from kernels_pallas.attention.scores import (
     dot,
     in_band,
     logits,
+    quotient,
 )
 from kernels_pallas.attention.tpu_blocks import (
     Blocks,
@@ -146,11 +147,11 @@ def attention_forward(
             return j
         base = ((b if segmented else 0) * rows + i) * 4
         first, end = bounds_ref[base], bounds_ref[base + 3]
-        low = jnp.minimum(first // per_stretch, stretches - 1)
-        return jnp.clip(j, low, jnp.maximum((end - 1) // per_stretch, low))
+        low = jnp.minimum(quotient(first, per_stretch), stretches - 1)
+        return jnp.clip(j, low, jnp.maximum(quotient(end - 1, per_stretch), low))
 
     def of_keys(b, h, i, j, bounds_ref):
-        return b, h // group, visited(b, i, j, bounds_ref), 0
+        return b, quotient(h, group), visited(b, i, j, bounds_ref), 0
 
     def per_pair(array):
         bb, bh, br = (int(size > 1) for size in array.shape[:3])
