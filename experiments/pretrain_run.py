@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from experiments import pretrain_dirs, pretrain_report, pretrain_settings
@@ -32,7 +33,7 @@ from jaxlib_papers.train.evaluate import Evaluation, evaluate_domains, make_doma
 from jaxlib_papers.train.flops import count_parameters, flops_per_token
 from jaxlib_papers.train.loop import LoopHooks, train_loop
 from jaxlib_papers.train.mesh import host_slot, make_mesh, to_global
-from jaxlib_papers.train.metrics import MetricsWriter, ProgressBar
+from jaxlib_papers.train.metrics import MetricsWriter, ProgressBar, read_records
 from jaxlib_papers.train.optimizer import make_optimizer
 from jaxlib_papers.train.preemption import PreemptionGuard
 from jaxlib_papers.train.resume import check_config, resume_step
@@ -138,6 +139,7 @@ class Run:
                     should_stop=guard.should_stop,
                 ),
                 start_step=self.start_step,
+                evaluate_first=self._evaluation_is_due(),
                 tokens_per_step=settings.pipeline.global_batch * settings.pipeline.seq_len,
                 throughput=watch,
             )
@@ -164,6 +166,17 @@ class Run:
         summary = {"steps": result.step, **summary}
         pretrain_report.finish(self, evaluations[result.step], summary)
         return True
+
+    def _evaluation_is_due(self) -> bool:
+        """Whether the starting state is to be evaluated and was not, by an attempt before."""
+        every = self.settings.loop.eval_every
+        if self.start_step == 0 or every == 0 or self.start_step % every:
+            return self.start_step == 0
+        records = read_records(self.directory / "metrics.jsonl")
+        due = not any(r["kind"] == "eval" and r["step"] == self.start_step for r in records)
+        if jax.process_count() > 1:  # a shared file need not look the same everywhere at once
+            due = bool(multihost_utils.broadcast_one_to_all(np.int32(due)))
+        return due
 
     def _evaluator(self):
         settings = self.settings

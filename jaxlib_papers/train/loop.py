@@ -134,6 +134,7 @@ def train_loop(
     put: Callable[[Any], Any] = jax.device_put,
     hooks: LoopHooks | None = None,
     start_step: int = 0,
+    evaluate_first: bool | None = None,
     tokens_per_step: int = 0,
     throughput: Throughput | None = None,
 ) -> LoopResult:
@@ -151,6 +152,8 @@ def train_loop(
       put: Puts a host batch on the device(s).
       hooks: What to call.
       start_step: Finished steps.
+      evaluate_first: Whether to evaluate the given state; default: at step 0. (A run that was
+        stopped at a step due for evaluation leaves that to its successor.)
       tokens_per_step: Tokens of a global batch, for the rates.
       throughput: Stop-watch that knows the model's FLOPs; default one without MFU.
 
@@ -193,8 +196,9 @@ def train_loop(
         jax.block_until_ready(state)
         watch.stop()
 
-    if start_step == 0 and hooks.evaluate is not None:
-        hooks.evaluate(0, state)
+    evaluate_first = start_step == 0 if evaluate_first is None else evaluate_first
+    if evaluate_first and hooks.evaluate is not None:
+        hooks.evaluate(start_step, state)
     step, stop = start_step, False
     while step < config.total_steps and not stop:
         try:

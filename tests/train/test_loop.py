@@ -93,6 +93,15 @@ def test_resumed_loop_continues_numbers_and_does_not_evaluate_step_zero_again():
     assert [event[:2] for event in events] == [("log", 3), ("log", 4), ("eval", 4), ("save", 4)]
 
 
+def test_resumed_loop_makes_up_for_an_evaluation_that_a_stop_left_out():
+    events, hooks = recorder(save=None, log=lambda *_: None)
+    config = loop.LoopConfig(4, eval_every=2)
+    loop.train_loop(
+        make_step(), fresh(), Counter(2), config, hooks=hooks, start_step=2, evaluate_first=True
+    )
+    assert [event[:2] for event in events] == [("eval", 2), ("eval", 4)]
+
+
 def test_run_that_is_over_does_nothing():
     events, hooks = recorder()
     result = loop.train_loop(
