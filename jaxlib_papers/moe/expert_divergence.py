@@ -47,7 +47,7 @@ from jaxlib_papers.ops.checks import (
     check_nonnegative,
     check_positive,
 )
-from jaxlib_papers.ops.cross_entropy import chunked_cross_entropy
+from jaxlib_papers.nn.head import head_cross_entropy
 from jaxlib_papers.ops.divergence import js_divergence
 from jaxlib_papers.ops.masked import divide_or_zero
 from jaxlib_papers.ops.router import expert_counts, load_balancing_loss, router_z_loss
@@ -285,7 +285,7 @@ def expert_divergence_objective(
     def loss(model, batch, key, totals, statistics=None):
         out, own = forward(model, batch, key)
         valid = batch["segment_ids"] > 0
-        nll, _ = chunked_cross_entropy(
+        nll, _ = head_cross_entropy(
             out.hidden,
             model.head_kernel(),
             batch["targets"],

@@ -7,6 +7,7 @@ its loss, so that the backward pass only scales what was saved and no logits are
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -15,12 +16,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlib_papers.ops.checks import (
+    check_count,
     check_integer,
     check_nonnegative,
     check_positive,
     check_shape,
     float_dtype,
 )
+from kernels_pallas.tiling import align_varying
 
 __all__ = ["chunked_cross_entropy", "token_log_probs"]
 
@@ -35,25 +38,30 @@ class _Static(NamedTuple):
     chunk: int
 
 
-def _default_chunk(batch: int, length: int, vocab: int) -> int:
-    return max(1, min(length, max(_CHUNK_POSITIONS, _CHUNK_LOGITS // max(batch * vocab, 1))))
+def _chunk_length(chunk: int | None, batch: int, length: int, vocab: int) -> int:
+    if chunk is None:
+        chunk = max(_CHUNK_POSITIONS, _CHUNK_LOGITS // max(batch * vocab, 1))
+    check_count("chunk", chunk, 1)
+    return max(1, min(length, chunk))
 
 
 def _flat_batch(hidden: Array, *per_token: Array) -> tuple[Array, ...]:
     length, dim = hidden.shape[-2:]
-    return hidden.reshape(-1, length, dim), *(a.reshape(-1, length) for a in per_token)
+    batch = math.prod(hidden.shape[:-2])
+    return hidden.reshape(batch, length, dim), *(a.reshape(batch, length) for a in per_token)
 
 
 def _chunks(a: Array, chunk: int) -> Array:
     """[batch, length, ...] -> [chunks, batch, chunk, ...], padded with zeros."""
     pad = -a.shape[1] % chunk
     a = jnp.pad(a, ((0, 0), (0, pad)) + ((0, 0),) * (a.ndim - 2))
-    return jnp.moveaxis(a.reshape(a.shape[0], -1, chunk, *a.shape[2:]), 1, 0)
+    count = a.shape[1] // chunk
+    return jnp.moveaxis(a.reshape(a.shape[0], count, chunk, *a.shape[2:]), 1, 0)
 
 
 def _unchunk(a: Array, length: int) -> Array:
     a = jnp.moveaxis(a, 0, 1)
-    return a.reshape(a.shape[0], -1, *a.shape[3:])[:, :length]
+    return a.reshape(a.shape[0], a.shape[1] * a.shape[2], *a.shape[3:])[:, :length]
 
 
 def _logits(x: Array, kernel: Array, softcap: float | None) -> tuple[Array, Array | None]:
@@ -122,7 +130,8 @@ def _nll_sum(
         return total + _loss_of_chunk(x, kernel, target, valid, static)[0], None
 
     xs = tuple(_chunks(a, static.chunk) for a in (hidden, targets, mask))
-    return lax.scan(step, jnp.zeros((), mask.dtype), xs)[0]
+    total, _ = align_varying(jnp.zeros((), mask.dtype), hidden)
+    return lax.scan(step, total, xs)[0]
 
 
 def _nll_sum_fwd(
@@ -138,7 +147,9 @@ def _nll_sum_fwd(
         dkernel = dkernel + lax.dot_general(left, right, dims, preferred_element_type=dkernel.dtype)
         return (total + loss, dkernel), dx.astype(hidden.dtype)
 
+    # Inside shard_map a loop's carry starts as device-dependent as it ends.
     init = (jnp.zeros((), mask.dtype), jnp.zeros(kernel.shape, mask.dtype))
+    init, _ = align_varying(init, hidden)
     xs = tuple(_chunks(a, static.chunk) for a in (hidden, targets, mask))
     (total, dkernel), dhidden = lax.scan(step, init, xs)
     return total, (_unchunk(dhidden, hidden.shape[1]), dkernel.astype(kernel.dtype))
@@ -216,8 +227,8 @@ def chunked_cross_entropy(
     check_shape("mask", mask, targets.shape, "one weight a token")
     mask = lax.stop_gradient(mask.astype(dtype))
     hidden, targets, flat_mask = _flat_batch(hidden, targets, mask)
-    chunk = chunk or _default_chunk(*targets.shape, kernel.shape[1])
-    static = _Static(float(z_coef), softcap, min(chunk, max(targets.shape[1], 1)))
+    chunk = _chunk_length(chunk, *targets.shape, kernel.shape[1])
+    static = _Static(float(z_coef), softcap, chunk)
     return _nll_sum(hidden, kernel, targets, flat_mask, static), jnp.sum(mask)
 
 
@@ -248,7 +259,7 @@ def token_log_probs(
     _check(hidden, kernel, targets, softcap)
     shape = targets.shape
     hidden, targets = _flat_batch(hidden, targets)
-    chunk = min(chunk or _default_chunk(*targets.shape, kernel.shape[1]), max(shape[-1], 1))
+    chunk = _chunk_length(chunk, *targets.shape, kernel.shape[1])
 
     @jax.checkpoint
     def of_chunk(x: Array, target: Array) -> Array:
