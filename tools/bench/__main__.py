@@ -1,0 +1,60 @@
+"""Command line of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.bench import train_cases
+from tools.bench.timing import Result
+
+CASES: dict[str, Callable[[], Iterator[Result]]] = {
+    "train_step_moe16": train_cases.train_step_moe16,
+    "moe_layer": train_cases.moe_layer,
+    "edl_overhead": train_cases.edl_overhead,
+    "memory_length": train_cases.memory_length,
+    "compile_depth": train_cases.compile_depth,
+    "import_time": train_cases.import_time,
+}
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table("case", "seconds", "rate", "ratio", "target", "met", "rival")
+    for r in results:
+        table.add_row(
+            r.case,
+            "" if r.seconds is None else f"{r.seconds:.4g}",
+            "" if r.rate is None else f"{r.rate:.4g} {r.unit}",
+            "" if r.ratio is None else f"{r.ratio:.3f}",
+            r.target,
+            {True: "yes", False: "MISSED", None: ""}[r.met],
+            r.rival,
+        )
+    return table
+
+
+def main() -> None:
+    """Runs the named cases, or all."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"any of {', '.join(CASES)}")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args()
+    unknown = sorted(set(args.cases) - set(CASES))
+    if unknown:
+        parser.error(f"unknown case {', '.join(unknown)}; known: {', '.join(CASES)}")
+    results = []
+    for name in args.cases or CASES:
+        for result in CASES[name]():
+            results.append(result)
+            if args.json:
+                print(json.dumps(result.record()), flush=True)
+    if not args.json:
+        Console().print(_table(results))
+
+
+if __name__ == "__main__":
+    main()

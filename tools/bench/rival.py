@@ -1,0 +1,70 @@
+"""A rival in a process and environment of its own, timed turn by turn with ours.
+
+The rival needs PyTorch and transformers, which this project does not depend on. `make bench` puts
+them into `.venv-rival`; another interpreter is named by JAXLIB_PAPERS_RIVAL_PYTHON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+
+__all__ = ["Rival"]
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+def _interpreter() -> str | None:
+    named = os.environ.get("JAXLIB_PAPERS_RIVAL_PYTHON")
+    if named:
+        return named
+    default = _ROOT / ".venv-rival" / "bin" / "python"
+    return str(default) if default.exists() else None
+
+
+class Rival:
+    """Context manager around `tools/bench/torch_rival.py`.
+
+    Attributes:
+      ready: Whether the rival can take turns.
+      description: What it is, or why it is not there.
+    """
+
+    def __init__(self, case: str):
+        self.ready = False
+        self.description = "transformers is not installed (see tools/bench/rival.py)"
+        self._case, self._process = case, None
+
+    def __enter__(self) -> Rival:
+        """Starts the process and waits until it has warmed up."""
+        python = _interpreter()
+        if python is None:
+            return self
+        script = str(_ROOT / "tools" / "bench" / "torch_rival.py")
+        self._process = subprocess.Popen(
+            [python, script, self._case], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.description = self._read()["description"]
+        self.ready = True
+        return self
+
+    def _read(self) -> dict:
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise RuntimeError(f"the rival process ended with code {code}; its messages are above")
+        return json.loads(line)
+
+    def turn(self) -> float:
+        """Seconds of one turn of the rival."""
+        self._process.stdin.write("turn\n")
+        self._process.stdin.flush()
+        return self._read()["seconds"]
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait(timeout=30)

@@ -1,0 +1,271 @@
+"""Cases about the training step of a sparse mixture."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlib_papers.moe.expert_divergence import MoELossConfig, expert_divergence_objective
+from jaxlib_papers.nn.config import DecoderConfig, MoEConfig
+from jaxlib_papers.nn.decoder import DecoderLM
+from jaxlib_papers.nn.moe import expert_mixture
+from jaxlib_papers.train.flops import flops_per_token
+from jaxlib_papers.train.optimizer import OptimizerConfig, make_optimizer
+from jaxlib_papers.train.state import abstract_model, abstract_state, init_state
+from jaxlib_papers.train.step import TrainStep, make_train_step
+from tools.bench.rival import Rival
+from tools.bench.timing import Result, compiled_seconds, race, timed
+
+__all__ = [
+    "compile_depth",
+    "edl_overhead",
+    "import_time",
+    "memory_length",
+    "moe_layer",
+    "train_step_moe16",
+]
+
+_VOCAB, _DOMAINS = 8192, 4
+
+
+class _Setup(NamedTuple):
+    config: DecoderConfig
+    step: TrainStep
+    optimizer: Any
+
+    def model(self, key: jax.Array) -> DecoderLM:
+        return DecoderLM(self.config, key=key)
+
+    def state(self) -> Any:
+        return init_state(self.model, self.optimizer, jax.random.key(0))
+
+    def abstract_state(self) -> Any:
+        return abstract_state(self.model, self.optimizer)
+
+
+def _setup(*, num_layers: int = 4, beta: float = 1e-3, **changes: Any) -> _Setup:
+    """The 4-layer, 256-wide, 16-expert, top-2 model of the targets, with its train step."""
+    config = DecoderConfig(
+        vocab_size=_VOCAB,
+        num_layers=num_layers,
+        embed_dim=256,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        qk_norm=True,
+        max_positions=1 << 20,
+        moe=MoEConfig(num_experts=16, top_k=2, expert_dim=256),
+        **changes,
+    )
+    spec = abstract_model(lambda key: DecoderLM(config, key=key))
+    optimizer = make_optimizer(
+        OptimizerConfig(learning_rate=3e-4, warmup_steps=10, total_steps=1000), spec.axes
+    )
+    objective = expert_divergence_objective(MoELossConfig(beta=beta), num_domains=_DOMAINS, top_k=2)
+    return _Setup(config, make_train_step(spec.graphdef, objective, optimizer), optimizer)
+
+
+def _batch(rows: int, length: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shape = (rows, length)
+    return {
+        "tokens": jnp.asarray(rng.integers(0, _VOCAB, shape), jnp.int32),
+        "targets": jnp.asarray(rng.integers(0, _VOCAB, shape), jnp.int32),
+        "loss_mask": jnp.ones(shape, bool),
+        "segment_ids": jnp.ones(shape, jnp.int32),
+        "positions": jnp.tile(jnp.arange(length, dtype=jnp.int32), (rows, 1)),
+        "domain_ids": (jnp.arange(rows, dtype=jnp.int32) % _DOMAINS)[:, None],
+    }
+
+
+class _Stepper:
+    """Holds a state that each step donates."""
+
+    def __init__(self, setup: _Setup, batch: dict[str, jax.Array]):
+        self.step, self.state, self.batch = setup.step, setup.state(), batch
+
+    def __call__(self) -> Any:
+        self.state, metrics = self.step(self.state, self.batch)
+        return self.state, metrics
+
+
+def _matmul_contestant(size: int = 2048) -> tuple[Any, float]:
+    a = jax.random.normal(jax.random.key(0), (size, size))
+    matmul = jax.jit(lambda a: a @ a)
+    return lambda: matmul(a), 2.0 * size**3
+
+
+def train_step_moe16(turns: int = 7) -> Iterator[Result]:
+    """A training step against transformers' Qwen3-MoE and against the machine's matmul rate."""
+    rows, length = 8, 512
+    setup = _setup()
+    ours = _Stepper(setup, _batch(rows, length))
+    matmul, matmul_flops = _matmul_contestant()
+    best = {"ours": float("inf"), "matmul": float("inf"), "rival": float("inf")}
+    with Rival("train_step_moe16") as rival:
+        for call in (ours, matmul):
+            jax.block_until_ready(call())
+        for _ in range(turns):
+            best["ours"] = min(best["ours"], timed(ours))
+            best["matmul"] = min(best["matmul"], timed(matmul))
+            if rival.ready:
+                best["rival"] = min(best["rival"], rival.turn())
+        description = rival.description
+    flops = flops_per_token(setup.config, length) * rows * length
+    matmul_rate = matmul_flops / best["matmul"]
+    rate = rows * length / best["ours"]
+    yield Result(
+        case="train_step_moe16",
+        seconds=best["ours"],
+        rate=rate,
+        unit="tokens/s",
+        ratio=best["rival"] / best["ours"] if best["rival"] < float("inf") else None,
+        meaning="tokens/s over the rival's",
+        rival=description,
+        target=">= 1.3",
+        detail={"rival_seconds": best["rival"] if best["rival"] < float("inf") else None},
+    )
+    yield Result(
+        case="train_step_moe16.flops",
+        seconds=best["ours"],
+        rate=flops / best["ours"] / 1e9,
+        unit="model GFLOP/s",
+        ratio=flops / best["ours"] / matmul_rate,
+        meaning="model FLOP/s over the measured float32 matmul rate",
+        rival=f"jnp matmul 2048^3 at {matmul_rate / 1e9:.0f} GFLOP/s",
+        target=">= 0.55",
+        detail={"model_gflop": flops / 1e9},
+    )
+
+
+def moe_layer(turns: int = 9) -> Iterator[Result]:
+    """Experts forward and backward, dispatch included, against dense matmuls of equal FLOPs."""
+    tokens, embed, hidden, top_k = 4096, 256, 256, 2
+    for num_experts in (16, 64):
+        keys = jax.random.split(jax.random.key(0), 5)
+        x = jax.random.normal(keys[0], (tokens, embed))
+        gate_up = 0.05 * jax.random.normal(keys[1], (num_experts, embed, 2, hidden))
+        down = 0.05 * jax.random.normal(keys[2], (num_experts, hidden, embed))
+        _, indices = jax.lax.top_k(jax.random.normal(keys[3], (tokens, num_experts)), top_k)
+        weights = jnp.full((tokens, top_k), 0.5)
+        dy = jax.random.normal(keys[4], x.shape)
+
+        def sparse(x, weights, gate_up, down, dy, indices=indices):
+            def layer(x, weights, gate_up, down):
+                return expert_mixture(x, indices, weights, gate_up, down)[0]
+
+            return jax.vjp(layer, x, weights, gate_up, down)[1](dy)
+
+        def dense(rows, first, second, dy):
+            # The matmuls of the sparse layer with one expert, and nothing between them.
+            def layer(rows, first, second):
+                return (rows @ first)[:, :hidden] @ second
+
+            return jax.vjp(layer, rows, first, second)[1](dy)
+
+        rows = jnp.repeat(x, top_k, axis=0)
+        sparse_args = (x, weights, gate_up, down, dy)
+        dense_args = (
+            rows,
+            gate_up[0].reshape(embed, 2 * hidden),
+            down[0],
+            jnp.repeat(dy, top_k, axis=0),
+        )
+        sparse_jit, dense_jit = jax.jit(sparse), jax.jit(dense)
+        best = race(
+            {
+                "sparse": lambda f=sparse_jit, a=sparse_args: f(*a),
+                "dense": lambda f=dense_jit, a=dense_args: f(*a),
+            },
+            turns,
+        )
+        flops = 3 * 2.0 * tokens * top_k * embed * hidden * 3
+        yield Result(
+            case=f"moe_layer.{num_experts}",
+            seconds=best["sparse"],
+            rate=flops / best["sparse"] / 1e9,
+            unit="GFLOP/s",
+            ratio=best["sparse"] / best["dense"],
+            meaning="time over dense matmuls of the same FLOPs, forward and backward",
+            rival="dense matmuls of the same shapes and FLOPs",
+            target="<= 1.6",
+            detail={"dense_seconds": best["dense"]},
+        )
+
+
+def edl_overhead(turns: int = 9) -> Iterator[Result]:
+    """A step with the expert divergence term against the same step without, turn by turn."""
+    batch = _batch(8, 512)
+    with_term = _Stepper(_setup(beta=1e-3), batch)
+    without = _Stepper(_setup(beta=0.0), batch)
+    best = race({"with": with_term, "without": without}, turns)
+    yield Result(
+        case="edl_overhead",
+        seconds=best["with"],
+        rate=8 * 512 / best["with"],
+        unit="tokens/s",
+        ratio=best["with"] / best["without"],
+        meaning="time of a step with beta > 0 over beta = 0",
+        rival="the same step without the term",
+        target="<= 1.01",
+        detail={"without_seconds": best["without"]},
+    )
+
+
+def memory_length() -> Iterator[Result]:
+    """Temporary memory of a step at 1k, 4k and 16k tokens a row, from XLA's own analysis."""
+    setup = _setup()
+    state = setup.abstract_state()
+    sizes = {}
+    for length in (1024, 4096, 16384):
+        batch = jax.eval_shape(lambda n=length: _batch(1, n))
+        analysis = setup.step.lower(state, batch).compile().memory_analysis()
+        sizes[length] = analysis.temp_size_in_bytes / 2**20
+    slope = (sizes[16384] - sizes[4096]) / (sizes[4096] - sizes[1024])
+    yield Result(
+        case="memory_length",
+        rate=sizes[16384],
+        unit="MiB at 16k",
+        ratio=slope / 4,
+        meaning="growth from 4k to 16k over four times the growth from 1k to 4k (1 is linear)",
+        target="<= 1.1",
+        detail={f"{n}_mib": round(size, 1) for n, size in sizes.items()},
+    )
+
+
+def compile_depth() -> Iterator[Result]:
+    """Compile time of the step at 4 and at 32 layers."""
+    batch = jax.eval_shape(lambda: _batch(2, 256))
+    seconds = {}
+    for depth in (4, 32, 4, 32):
+        setup = _setup(num_layers=depth)
+        jax.clear_caches()
+        lowered = setup.step.lower(setup.abstract_state(), batch)
+        seconds[depth] = min(seconds.get(depth, float("inf")), compiled_seconds(lowered))
+    yield Result(
+        case="compile_depth",
+        seconds=seconds[32],
+        ratio=seconds[32] / seconds[4],
+        meaning="compile time of 32 layers over 4",
+        target="<= 1.3",
+        detail={"4_layers_seconds": seconds[4]},
+    )
+
+
+def import_time(turns: int = 5) -> Iterator[Result]:
+    """Whole-process time of `import jaxlib_papers`."""
+    command = [sys.executable, "-c", "import jaxlib_papers"]
+    seconds = min(timed(lambda: subprocess.run(command, check=True)) for _ in range(turns))
+    yield Result(
+        case="import_time",
+        seconds=seconds,
+        ratio=seconds,
+        meaning="seconds, interpreter included",
+        target="<= 2",
+    )
