@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.attention.reference import Masks, attention_xla
 from kernels_pallas.attention.scores import make_spec
 from kernels_pallas.dispatch import Implementation, choose, current_platform
-from kernels_pallas.tiling import align_varying
+from kernels_pallas.tiling import accumulator_dtype, align_varying
 
 __all__ = ["attention"]
 
@@ -133,7 +133,7 @@ def attention(
     if mask is not None and mask.dtype != jnp.bool_:
         raise ValueError(f"attention: mask must be bool, got {mask.dtype}")
     if q.size == 0 or k.size == 0:
-        lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
+        lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, accumulator_dtype(q))
         return (jnp.zeros_like(q), lse) if return_lse else jnp.zeros_like(q)
 
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids = align_varying(

@@ -81,6 +81,8 @@ def grouped_matmul(
       NotImplementedError: the named implementation can't take these arguments.
     """
     _check(x, w, group_sizes, transpose_w)
+    # Their sum must not wrap round: neither in a narrow dtype nor for sizes far past the rows.
+    group_sizes = jnp.clip(jnp.asarray(group_sizes).astype(jnp.int32), 0, x.shape[0])
     x, w, group_sizes = align_varying(x, w, group_sizes)
     backend = choose("grouped_matmul", implementation, **_unsupported(x, w))
     if backend == "xla":
