@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench import train_cases
+from tools.bench import kernel_cases, train_cases
 from tools.bench.timing import Result
 
 CASES: dict[str, Callable[[], Iterator[Result]]] = {
@@ -19,6 +19,11 @@ CASES: dict[str, Callable[[], Iterator[Result]]] = {
     "memory_length": train_cases.memory_length,
     "compile_depth": train_cases.compile_depth,
     "import_time": train_cases.import_time,
+    "grouped_matmul": kernel_cases.grouped,
+    "sparsegen": kernel_cases.sparsegen_speed,
+    "block_sparse_attention": kernel_cases.block_sparse,
+    "attention": kernel_cases.attention_speed,
+    "attention_memory": kernel_cases.attention_memory,
 }
 
 
