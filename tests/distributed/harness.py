@@ -27,7 +27,9 @@ def _environment(devices: int) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return env | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        # Compiling takes nearly all of the time here: leave LLVM's optimisations out.
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+        "--xla_backend_optimization_level=0",
         "PYTHONPATH": str(ROOT),
         # Many small processes share few cores.
         "OMP_NUM_THREADS": "1",

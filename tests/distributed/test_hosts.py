@@ -18,8 +18,7 @@ def alone():
 @pytest.mark.parametrize(
     ("mesh", "devices", "slots"),
     [
-        ("data=2", 1, [[0, 2], [1, 2]]),
-        ("data=2,fsdp=4", 4, [[0, 2], [1, 2]]),
+        ("data=2,fsdp=2", 2, [[0, 2], [1, 2]]),
         # The tensor axis spans the processes: both feed all rows.
         ("tensor=2", 1, [[0, 1], [0, 1]]),
     ],

@@ -14,14 +14,17 @@ import numpy as np
 import workload
 
 from jaxlib_papers.train.mesh import make_mesh, to_global
-from jaxlib_papers.train.state import init_state
+from jaxlib_papers.train.state import init_state, state_shardings
 from jaxlib_papers.train.step import make_train_step
 
 STEPS = 20
 
 
-def train(mesh, **options):
-    state = init_state(workload.model_fn, workload.OPTIMIZER, jax.random.key(0), mesh=mesh)
+def train(mesh, start=None, **options):
+    if start is None:
+        state = init_state(workload.model_fn, workload.OPTIMIZER, jax.random.key(0), mesh=mesh)
+    else:
+        state = jax.device_put(start, state_shardings(workload.SPEC.graphdef, start, mesh))
     held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(state))
     step = make_train_step(
         workload.SPEC.graphdef, workload.OBJECTIVE, workload.OPTIMIZER, mesh=mesh, **options
@@ -43,12 +46,18 @@ def distance(tree, reference):
 
 
 def main() -> None:
+    start = init_state(workload.model_fn, workload.OPTIMIZER, jax.random.key(0))
+    start = jax.tree.map(np.asarray, start)
     history, gradient, params, held = train(None)
     out = {"one": {"metrics": history, "held": held}}
     for text in sys.argv[1:]:
         mesh_text, _, accum = text.partition("/")
         result = train(
-            make_mesh(mesh_text), accum_steps=int(accum or 1), exact_statistics=bool(accum)
+            make_mesh(mesh_text),
+            # One mesh initialises in its shards; the others would only repeat it.
+            None if mesh_text == "fsdp=8" else start,
+            accum_steps=int(accum or 1),
+            exact_statistics=bool(accum),
         )
         out[text] = {
             "metrics": result[0],
