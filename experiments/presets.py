@@ -124,10 +124,10 @@ PRESETS: dict[str, Preset] = {
         warmup_steps=30,
         alpha=1e-2,
         beta=1e-2,
-        eval_every=50,
+        eval_every=25,
         save_every=100,
         log_every=10,
-        eval_batches=4,
+        eval_batches=2,
     ),
     "small": Preset(
         model=_decoder(
