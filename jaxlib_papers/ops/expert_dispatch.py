@@ -121,7 +121,9 @@ def plan_dispatch(
     sorted_, source = lax.sort_key_val(flat, lax.iota(jnp.int32, flat.size), is_stable=True)
     # The inverse permutation by a second sort: a scatter is slow on every accelerator.
     row = lax.sort_key_val(source, lax.iota(jnp.int32, flat.size))[1].reshape(indices.shape)
-    edges = jnp.searchsorted(sorted_, jnp.arange(num_experts + 1, dtype=flat.dtype), method="sort")
+    # Binary search: the method "sort" would scatter.
+    bounds = jnp.arange(num_experts + 1, dtype=flat.dtype)
+    edges = jnp.searchsorted(sorted_, bounds, method="scan_unrolled")
     edges = edges.astype(jnp.int32)
     sizes = edges[1:] - edges[:-1]
     if capacity is None:
@@ -135,12 +137,19 @@ def plan_dispatch(
     filled = place < sizes[:, None]
     at = jnp.minimum(edges[:-1, None] + place, max(flat.size - 1, 0))
     return Dispatch(
-        source=source[at].reshape(-1),
+        source=_gather(source, at.reshape(-1)),
         row=jnp.where(kept, slot, jnp.zeros_like(slot)),
         group_sizes=jnp.minimum(sizes, capacity),
         kept=kept,
         filled=filled.reshape(-1),
     )
+
+
+def _gather(a: Array, index: Array) -> Array:
+    """Entries of the first axis; zeros from an empty one, which has nothing to clip to."""
+    if a.shape[0] == 0:
+        return jnp.zeros((*index.shape, *a.shape[1:]), a.dtype)
+    return jnp.take(a, index, axis=0, mode="clip")
 
 
 def _mask(a: Array, mask: Array | None) -> Array:
@@ -152,13 +161,12 @@ def _mask(a: Array, mask: Array | None) -> Array:
 def _rows_of_tokens(a: Array, dispatch: Dispatch) -> Array:
     """Row r <- the token of its assignment."""
     top_k = dispatch.row.shape[1]
-    rows = jnp.take(a, dispatch.source // top_k, axis=0, mode="clip")
-    return _mask(rows, dispatch.filled)
+    return _mask(_gather(a, dispatch.source // top_k), dispatch.filled)
 
 
 def _slots_of_tokens(rows: Array, dispatch: Dispatch) -> Array:
     """[tokens, top_k, dim] <- the rows of each token's assignments."""
-    return _mask(jnp.take(rows, dispatch.row, axis=0, mode="clip"), dispatch.kept)
+    return _mask(_gather(rows, dispatch.row), dispatch.kept)
 
 
 @jax.custom_vjp
@@ -219,7 +227,7 @@ def _combine_fwd(
 def _combine_bwd(saved: tuple[Array, Array, Dispatch], dy: Array) -> tuple[Array, Array, None]:
     rows, weights, dispatch = saved
     wide = weights.dtype
-    row_weight = jnp.take(weights.reshape(-1), dispatch.source, mode="clip")
+    row_weight = _gather(weights.reshape(-1), dispatch.source)
     drows = _rows_of_tokens(dy, dispatch).astype(wide) * row_weight[:, None]
     slots = _slots_of_tokens(rows, dispatch).astype(wide)
     dweights = jnp.sum(slots * dy.astype(wide)[:, None, :], axis=-1)
