@@ -131,6 +131,7 @@ class DecoderConfig:
                 f"num_kv_heads = {self.num_kv_heads}"
             )
         rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+        check_count("DecoderConfig.mlp_dim", self.mlp_dim, 0)
         if (self.mlp_dim > 0) == (self.moe is not None):
             raise ValueError(
                 f"DecoderConfig.mlp_dim is {self.mlp_dim} and moe is {self.moe}; set mlp_dim > 0 "
