@@ -157,7 +157,9 @@ class DecoderLM(nnx.Module):
 
         angles = rope_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
         info = SequenceInfo(*angles, segment_ids)
-        x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+        # Whole along the embedding: looked up in a table split there, x would have to be re-split.
+        table = constrain(self.embedding[...], ("vocab_act", "embed_act"), name="embedding")
+        x = jnp.take(table, tokens, axis=0, mode="clip")
         x = constrain(x.astype(config.compute_dtype), _STREAM)
 
         def run(
