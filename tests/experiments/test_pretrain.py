@@ -144,7 +144,7 @@ KILLED = """
 def test_ten_steps_equal_five_a_kill_and_five_more_bitwise_with_dropout(data, finished, tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), *data, "--run-dir", str(tmp_path)]
     env = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     assert not (tmp_path / "summary.json").exists()
     assert pretrain.main([*data, "--run-dir", str(tmp_path), "--resume", "must"]) == 0
@@ -381,7 +381,7 @@ def test_two_processes_train_as_one_stop_together_and_one_process_goes_on(data, 
         )
         for number in range(2)
     ]
-    outputs = [process.communicate(timeout=300) for process in processes]
+    outputs = [process.communicate(timeout=900) for process in processes]
     codes = [process.returncode for process in processes]
     assert codes == [PREEMPTED_EXIT_CODE] * 2, [error[-2000:] for _, error in outputs]
     spoken = ["held-out" in out for out, _ in outputs]
