@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -60,34 +60,29 @@ def _sizes(whole: int) -> list[int]:
     return [whole, *(s for s in (8192, 4096, 2048, 1024, 512, 256, 128) if s < whole)]
 
 
-def _candidates(rows: int, inner: int, outer: int) -> Iterator[tuple[int, int, int]]:
+def _candidates(
+    kernel: str, rows: int, inner: int, outer: int, groups: int
+) -> list[tuple[int, int, int]]:
+    """Blocks (rows, inner, outer) to choose from: the tuned ones if the table has them."""
+    if jax.default_backend() == "tpu":
+        kind = jax.devices()[0].device_kind
+        tuned = block_sizes(kernel, kind, f"g{groups}_k{inner}_n{outer}")
+        if tuned is not None:
+            return [(min(tuned["rows"], rows), tuned["inner"], tuned["outer"])]
     heights = [rows] if rows <= 128 else [s for s in (512, 256, 128) if s <= rows]
-    return itertools.product(heights, _sizes(inner), _sizes(outer))
-
-
-def _shape_class(groups: int, inner: int, outer: int) -> str:
-    return f"g{groups}_k{inner}_n{outer}"
-
-
-def _tuned(kernel: str, groups: int, inner: int, outer: int) -> dict[str, int]:
-    if jax.default_backend() != "tpu":
-        return {}
-    kind = jax.devices()[0].device_kind
-    return dict(block_sizes(kernel, kind, _shape_class(groups, inner, outer)) or {})
+    return list(itertools.product(heights, _sizes(inner), _sizes(outer)))
 
 
 def forward_blocks(
     rows: int, inner: int, outer: int, groups: int, x_bytes: int, w_bytes: int, y_bytes: int
 ) -> Blocks:
     """Blocks with the least traffic that fit in VMEM twice (one in use, one on its way)."""
-    tuned = _tuned("grouped_matmul", groups, inner, outer)
+    candidates = _candidates("grouped_matmul", rows, inner, outer, groups)
     best: Blocks | None = None
-    for height, bk, bn in _candidates(rows, inner, outer):
-        if tuned and (height, bk, bn) != (tuned["rows"], tuned["inner"], tuned["outer"]):
-            continue
+    for height, bk, bn in candidates:
         vmem = 2 * (height * bk * x_bytes + bk * bn * w_bytes + height * bn * y_bytes)
         vmem += 2 * height * bn * 4
-        if vmem > _VMEM_BUDGET:
+        if vmem > _VMEM_BUDGET and len(candidates) > 1:
             continue
         visits = ceil_div(rows, height) + groups
         sweeps = ceil_div(outer, bn)
@@ -98,7 +93,7 @@ def forward_blocks(
         found = Blocks(height, bk, bn, traffic + rows * outer * y_bytes)
         if best is None or found.cost < best.cost:
             best = found
-    assert best is not None, "blocks of 128 fit in any VMEM"
+    assert best is not None, "the smallest blocks fit in any VMEM"
     return best
 
 
@@ -106,21 +101,19 @@ def weight_blocks(
     rows: int, inner: int, outer: int, groups: int, x_bytes: int, dy_bytes: int, w_bytes: int
 ) -> Blocks:
     """The same for ``dw[g] = x[rows of g].T @ dy[rows of g]``, whose result stays in VMEM."""
-    tuned = _tuned("grouped_matmul_dw", groups, inner, outer)
+    candidates = _candidates("grouped_matmul_dw", rows, inner, outer, groups)
     best: Blocks | None = None
-    for height, bk, bn in _candidates(rows, inner, outer):
-        if tuned and (height, bk, bn) != (tuned["rows"], tuned["inner"], tuned["outer"]):
-            continue
+    for height, bk, bn in candidates:
         vmem = 2 * (height * bk * x_bytes + height * bn * dy_bytes + bk * bn * w_bytes)
         vmem += 2 * bk * bn * 4 + height * (bk * x_bytes + bn * dy_bytes)
-        if vmem > _VMEM_BUDGET:
+        if vmem > _VMEM_BUDGET and len(candidates) > 1:
             continue
         traffic = ceil_div(outer, bn) * rows * inner * x_bytes
         traffic += ceil_div(inner, bk) * rows * outer * dy_bytes
         found = Blocks(height, bk, bn, traffic + groups * inner * outer * w_bytes)
         if best is None or found.cost < best.cost:
             best = found
-    assert best is not None, "blocks of 128 fit in any VMEM"
+    assert best is not None, "the smallest blocks fit in any VMEM"
     return best
 
 
