@@ -108,7 +108,7 @@ def load_rows(
     ref = view.at(pl.ds(first, block), pl.ds(0, wide))
     if inside is None:
         return plgpu.load(ref)
-    return plgpu.load(ref, mask=inside, other=0.0)
+    return plgpu.load(ref, mask=inside, other=jnp.zeros((), view.ref.dtype))
 
 
 def store_rows(
