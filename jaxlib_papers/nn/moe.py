@@ -177,8 +177,8 @@ class MoELayer(nnx.Module):
             y = y + self.shared(x)
         fraction = None
         if config.capacity_factor is not None:
-            fraction = dropped.astype(jnp.float32) / (logits.size // config.num_experts)
-            fraction = fraction / config.top_k
+            assignments = routing.indices.size
+            fraction = dropped.astype(jnp.float32) / max(assignments, 1)
         return y, RouterOutput(logits, routing.probs.reshape(logits.shape), fraction)
 
     def _mixture(
