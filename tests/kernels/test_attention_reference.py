@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 
 from kernels_pallas.attention import attention
@@ -378,7 +379,7 @@ def largest_value(jaxpr):
     sizes = [0]
     for equation in jaxpr.eqns:
         sizes += [math.prod(v.aval.shape) for v in equation.outvars]
-        sizes += [largest_value(inner) for inner in jax.core.jaxprs_in_params(equation.params)]
+        sizes += [largest_value(inner) for inner in jaxprs_in_params(equation.params)]
     return max(sizes)
 
 

@@ -88,15 +88,14 @@ def test_c1_nan_in_rows_of_no_group():
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("transpose_w", (False, True))
-def test_groups_larger_than_one_block(transpose_w):
-    arrays = draw(3, 2300, 3, 4, 3, transpose_w)
-    compare(arrays, (2, 2290, 5), transpose_w, tolerance=1e-4)
-    compare(arrays, (1024, 0, 1100), transpose_w, tolerance=1e-4)
+def test_groups_larger_than_one_block():
+    arrays = draw(3, 2300, 3, 4, 3)
+    compare(arrays, (2, 2290, 5), tolerance=1e-4)
+    compare(arrays, (1024, 0, 1100), tolerance=1e-4)
 
 
 # A few shapes, so that few are compiled; the sizes are free.
-SHAPES = ((0, 3, 2, 2), (1, 1, 1, 1), (5, 4, 3, 3), (33, 4, 6, 1), (70, 5, 4, 4))
+SHAPES = ((0, 3, 2, 2), (1, 1, 1, 1), (5, 4, 3, 3), (33, 4, 6, 4))
 
 
 @hypothesis.settings(max_examples=20)
@@ -113,17 +112,16 @@ def test_any_sizes(data):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(-3, 20, 10, 5), (100, 100, 100, 100), (0, -1, -(2**31), 70), (2**31 - 1, 5, 1, 2)]
+    "sizes", [(-3, 20, 10, 5), (50, 50, 50, 50), (0, -1, -(2**31), 33), (2**31 - 1, 5, 1, 2)]
 )
 def test_sizes_that_do_not_fit_are_clipped_under_jit(sizes):
-    compare(draw(4, 70, 5, 4, 4), sizes)
+    compare(draw(4, 33, 4, 6, 4), sizes)
 
 
 def test_size_dtypes_do_not_wrap_round():
-    x, w, _ = draw(5, 300, 2, 2, 3)
-    wide = grouped_matmul(x, w, jnp.array([150, 50, 100], jnp.int32))
-    narrow = jax.jit(grouped_matmul)(x, w, jnp.array([150, 50, 100], jnp.uint8))
-    np.testing.assert_array_equal(narrow, wide)
+    x, w, dy = draw(5, 260, 2, 2, 2)
+    y = jax.jit(grouped_matmul)(x, w, jnp.array([130, 130], jnp.uint8))
+    np.testing.assert_allclose(y, loops(x, w, (130, 130), dy)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_accumulates_in_float32():
