@@ -108,7 +108,7 @@ def test_golden_in_float64_with_gradient():
             )
 
 
-@hypothesis.settings(max_examples=10, derandomize=True, deadline=None)
+@hypothesis.settings(max_examples=8, derandomize=True, deadline=None)
 @hypothesis.given(
     rows=st.sampled_from((1, 2, 3)),
     tokens=st.sampled_from(SIZES),
@@ -205,7 +205,7 @@ def test_weights_are_honoured_and_carry_no_gradient():
     np.testing.assert_array_equal(grad, np.zeros_like(weight))
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SMALL[1:3], ids=lambda case: case.name)
 def test_two_runs_agree_bit_for_bit(case):
     args = case.draw(np.random.default_rng(0))
     run = jax.jit(case.forward("pallas_interpret"))
