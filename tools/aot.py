@@ -11,6 +11,10 @@ operations over peak and least bytes over bandwidth. The bytes of a Pallas kerne
 of its schedule of blocks, which the kernel states and XLA can't see into. The GPU compiler gives
 no cost: the bytes are arguments and results once and temporaries twice, a lower bound, and the
 operations are the algorithm's.
+
+On TPU the compiler chooses the layouts of arguments and results, as it does for the values inside a
+larger program; ``--default-layouts`` shows what a kernel costs when called by itself, transposed
+copies included.
 """
 
 from __future__ import annotations
@@ -113,9 +117,10 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
 
 
-def _lower(case: Case, direction: str, chip: Chip, device: Any) -> Any:
+def _lower(case: Case, direction: str, chip: Chip, device: Any, default_layouts: bool) -> Any:
     import jax
     import numpy as np
+    from jax.experimental.layout import Format, Layout
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from kernels_pallas.dispatch import target_platform
@@ -128,8 +133,12 @@ def _lower(case: Case, direction: str, chip: Chip, device: Any) -> Any:
     args = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding), args
     )
+    options: dict[str, Any] = {}
+    if chip.target == "tpu" and not default_layouts:
+        free = Format(Layout.AUTO, sharding)
+        options = {"in_shardings": free, "out_shardings": free}
     with target_platform("tpu" if chip.target == "tpu" else "gpu"):
-        return jax.jit(function).trace(*args).lower(lowering_platforms=(chip.target,))
+        return jax.jit(function, **options).trace(*args).lower(lowering_platforms=(chip.target,))
 
 
 def _measure(row: Row, case: Case, chip: Chip, lowered: Any) -> Row:
@@ -167,7 +176,9 @@ def _measure(row: Row, case: Case, chip: Chip, lowered: Any) -> Row:
     return row
 
 
-def _rows(chips: Sequence[Chip], cases: Sequence[Case], jobs: int, every: bool) -> Iterator[Row]:
+def _rows(
+    chips: Sequence[Chip], cases: Sequence[Case], jobs: int, every: bool, default_layouts: bool
+) -> Iterator[Row]:
     """Lowers in this thread and compiles in ``jobs`` others; rows come in order."""
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         waiting: list[concurrent.futures.Future[Row]] = []
@@ -180,7 +191,7 @@ def _rows(chips: Sequence[Chip], cases: Sequence[Case], jobs: int, every: bool) 
                 for direction in directions:
                     row = Row(chip.name, case.kernel, case.name, direction)
                     try:
-                        lowered = _lower(case, direction, chip, device)
+                        lowered = _lower(case, direction, chip, device, default_layouts)
                     except NotImplementedError as error:
                         row.status, row.reason = "refused", _first_line(error)
                         waiting.append(pool.submit(lambda row=row: row))
@@ -229,6 +240,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernel", help="only this kernel")
     parser.add_argument("--case", help="only this case")
     parser.add_argument("--every", action="store_true", help="the odd shapes on every chip too")
+    parser.add_argument(
+        "--default-layouts",
+        action="store_true",
+        help="arguments and results in JAX's default layouts, not those that suit the kernel",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compiler threads")
     parser.add_argument("--json", metavar="PATH", help="write the table there as JSON too")
     options = parser.parse_args(argv)
@@ -252,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     print(_HEADER, flush=True)
     rows = []
-    for row in _rows(chips, cases, max(1, options.jobs), every):
+    for row in _rows(chips, cases, max(1, options.jobs), every, options.default_layouts):
         rows.append(row)
         print(_line(row), flush=True)
     failed = [row for row in rows if row.status == "FAILED"]
