@@ -12,6 +12,7 @@ weights, ``x[g].T @ dy[g]``.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,21 +22,24 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.dispatch import current_platform
-from kernels_pallas.tiling import accumulator_dtype, align_varying
+from kernels_pallas.tiling import accumulator_dtype, align_varying, round_up
 
 __all__ = ["grouped_matmul_dw", "grouped_matmul_forward", "grouped_matmul_xla"]
 
-# Row counts of one dot. A group larger than the last rung is walked in blocks of that rung first.
-_LADDER = (8, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576, 640, 768, 1024)
+# Row counts of one dot, over the mean size of a group: fine where balanced groups lie, because rows
+# past a group are multiplied in vain.
+_LADDER = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 1, 9 / 8, 5 / 4, 3 / 2, 2, 4)
 
 
-def _ladder(num_rows: int) -> tuple[int, ...]:
-    rungs = tuple(rung for rung in _LADDER if rung < num_rows)
-    return (*rungs, num_rows) if num_rows <= _LADDER[-1] else rungs
+def _ladder(num_rows: int, num_groups: int) -> tuple[int, ...]:
+    """Heights of the blocks; a group larger than the last is walked in blocks of that one first."""
+    mean = num_rows / num_groups
+    return tuple(sorted({min(round_up(math.ceil(mean * rung), 8), num_rows) for rung in _LADDER}))
 
 
 def _for_each_block(
     num_rows: int,
+    num_groups: int,
     start: Int[Array, ""],
     size: Int[Array, ""],
     body: Callable[[int, Int[Array, ""], Bool[Array, " rows"], Any], Any],
@@ -58,7 +62,7 @@ def _for_each_block(
 
         return lax.fori_loop(0, turns, turn, carry)
 
-    ladder = _ladder(num_rows)
+    ladder = _ladder(num_rows, num_groups)
     end = start + size
     whole = jnp.maximum(size - 1, 0) // ladder[-1]
     rest = size - whole * ladder[-1]
@@ -118,7 +122,7 @@ def grouped_matmul_forward(
             out = _where_rows(own, out.astype(dtype), _block(y, offset, rows))
             return lax.dynamic_update_slice(y, out, (offset, jnp.zeros_like(offset)))
 
-        return _for_each_block(num_rows, start, size, block, y), None
+        return _for_each_block(num_rows, w.shape[0], start, size, block, y), None
 
     y, _ = align_varying(jnp.zeros((num_rows, num_out), dtype), x)
     y, _ = lax.scan(group, y, (w, *_bounds(group_sizes, num_rows)))
@@ -134,7 +138,7 @@ def grouped_matmul_dw(
     """``dw[g] = x[rows of g].T @ dy[rows of g]``; exactly zero for an empty group."""
     num_rows, accumulator = x.shape[0], accumulator_dtype(x, dy)
     shape = (x.shape[1], dy.shape[1])
-    if num_rows == 0:
+    if num_rows == 0 or group_sizes.shape[0] == 0:
         return jnp.zeros((group_sizes.shape[0], *shape), dtype)
     starts, sizes = _bounds(group_sizes, num_rows)
 
@@ -170,7 +174,7 @@ def grouped_matmul_dw(
             sum_ = lax.dynamic_slice(dw, at, (1, *shape)) + out[None]
             return lax.dynamic_update_slice(dw, sum_, at)
 
-        return _for_each_block(num_rows, start, size, block, dw), None
+        return _for_each_block(num_rows, group_sizes.shape[0], start, size, block, dw), None
 
     index = jnp.arange(group_sizes.shape[0], dtype=starts.dtype)
     dw, _ = align_varying(jnp.zeros((index.shape[0], *shape), accumulator), x)
