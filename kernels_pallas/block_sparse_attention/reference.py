@@ -20,9 +20,9 @@ from kernels_pallas.tiling import accumulator_dtype, ceil_div
 
 __all__ = ["block_sparse_xla"]
 
-# Keys handled at a time: a row of blocks this wide makes matmuls that run near full speed on CPU
-# and still stays in cache.
-_KEYS_AT_A_TIME = 512
+# Keys handled at a time when blocks are smaller: tiles of logits that stay in a CPU cache run
+# two to three times faster than wider ones.
+_KEYS_AT_A_TIME = 128
 
 
 class _Plan(NamedTuple):

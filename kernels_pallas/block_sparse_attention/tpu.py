@@ -27,6 +27,7 @@ from kernels_pallas.block_sparse_attention.tpu_lists import (
     fetch_tile,
     make_lists,
     tile_specs,
+    visited_pairs,
 )
 from kernels_pallas.tiling import ceil_div, result_type, round_up
 
@@ -47,13 +48,51 @@ def unsupported(q: Array, pattern: BlockPattern) -> str | None:
     return None
 
 
-def _forward_kernel(bounds_ref, index_ref, number_ref, starts_ref, *refs, lists: Lists, bits: int):
+def _codes(x: Float[Array, "rows dim"]) -> tuple[Array, Array]:
+    """Int8 codes of rows and their scale [rows, 1], as `quantize_queries_and_keys` makes them."""
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True) / 127, 1e-12)
+    codes = jnp.clip(jnp.round(x / scale), -127, 127)
+    return codes.astype(jnp.int32).astype(jnp.int8), scale
+
+
+def _quantize_keys(k_ref, codes_ref, scale_ref, mean_ref, lists: Lists) -> None:
+    """Codes of all keys of a head, once, while they lie in VMEM."""
+    block = lists.block
+
+    def rows(j):
+        keys = pl.ds(pl.multiple_of(j * block, block), block)
+        return keys, tile_rows(k_ref[keys, :].astype(jnp.float32), j * block, lists.length)
+
+    def add(j):
+        mean_ref[...] += jnp.sum(rows(j)[1], axis=0, keepdims=True)
+
+    def store(j):
+        keys, k = rows(j)
+        codes_ref[keys, :], scale = _codes(k - mean_ref[...])
+        scale_ref[:, keys] = jnp.broadcast_to(scale, (block, 128)).T[:1]
+
+    mean_ref[...] = jnp.zeros_like(mean_ref)
+    pl.loop(0, lists.stretch_blocks)(add)
+    mean_ref[...] = mean_ref[...] / lists.length
+    pl.loop(0, lists.stretch_blocks)(store)
+
+
+def _forward_kernel(
+    bounds_ref, index_ref, number_ref, starts_ref, *refs, lists: Lists, bits: int, quantize: bool
+):
     del bounds_ref  # for the index maps
     refs = list(refs)
     q_ref, k_ref, v_ref = refs[:3]
     del refs[:3]
-    q_scale_ref, k_scale_ref = (refs.pop(0), refs.pop(0)) if bits == 8 else (None, None)
+    given = bits == 8 and not quantize
+    q_scale_ref, k_scale_ref = (refs.pop(0), refs.pop(0)) if given else (None, None)
     tiles_ref, o_ref, lse_ref, m_ref, l_ref, acc_ref, *fetched = refs
+    if quantize:
+        codes_ref, k_scale_ref, mean_ref, *fetched = fetched
+        pl.when(pl.program_id(2) == 0)(
+            functools.partial(_quantize_keys, k_ref, codes_ref, k_scale_ref, mean_ref, lists)
+        )
+        k_ref = codes_ref
     stretch = pl.program_id(3)
     block, dim = lists.block, q_ref.shape[1]
     factor = dim**-0.5 * LOG2E
@@ -65,8 +104,12 @@ def _forward_kernel(bounds_ref, index_ref, number_ref, starts_ref, *refs, lists:
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     q = q_ref[...]
-    if bits == 8:
+    if given:
         q_scale = jnp.broadcast_to(q_scale_ref[...], (128, block)).T[:, :1] * LOG2E
+    elif quantize:
+        scaled = q.astype(jnp.float32) * dim**-0.5
+        q, q_scale = _codes(scaled)
+        q_scale = q_scale * LOG2E
 
     def visit(t):
         j = index_ref[0, t]
@@ -109,13 +152,16 @@ def _forward_kernel(bounds_ref, index_ref, number_ref, starts_ref, *refs, lists:
         total = l_ref[...]
         inverse = jnp.where(total == 0.0, 0.0, 1.0 / jnp.where(total == 0.0, 1.0, total))
         o_ref[...] = (acc_ref[...] * inverse[:, :1]).astype(o_ref.dtype)
-        lse = jnp.where(total == 0.0, -jnp.inf, m_ref[...] * LN2 + jnp.log(total))
+        lse = m_ref[...] * LN2 + jnp.log(total)
+        if quantize:
+            lse = lse + jnp.sum(scaled * mean_ref[...], axis=1, keepdims=True)
+        lse = jnp.where(total == 0.0, -jnp.inf, lse)
         lse_ref[...] = lse.T[:1]
 
 
-def _stretch_blocks(block: int, blocks: int, dim: int, itemsize: int) -> int:
-    """Blocks of keys in VMEM at a time: k and v in two buffers each."""
-    budget = vmem_limit() - 2 * TILE_BYTES - (14 << 20)
+def _stretch_blocks(block: int, blocks: int, dim: int, itemsize: int, tiles: int) -> int:
+    """Blocks of keys in VMEM at a time: k and v in two buffers each, beside the tiles."""
+    budget = vmem_limit() - 2 * min(tiles, TILE_BYTES) - (14 << 20)
     fit = max(1, budget // (4 * itemsize * round_up(dim, 128) * block))
     return ceil_div(blocks, ceil_div(blocks, fit))
 
@@ -123,7 +169,8 @@ def _stretch_blocks(block: int, blocks: int, dim: int, itemsize: int) -> int:
 def _forward(interpret: bool, bits: int, q, k, v, pattern: BlockPattern):
     batch, heads, length, dim = q.shape
     block, blocks = pattern.block, pattern.kv_index.shape[1]
-    lists = Lists(block, length, _stretch_blocks(block, blocks, dim, v.dtype.itemsize))
+    stretch_blocks = _stretch_blocks(block, blocks, dim, v.dtype.itemsize, pattern.elements.size)
+    lists = Lists(block, length, stretch_blocks)
     stretches = ceil_div(blocks, lists.stretch_blocks)
     tables = make_lists(pattern.kv_index, pattern.partial, pattern.kv_count, blocks, lists)
     per_map = int(pattern.heads > 1)
@@ -141,7 +188,16 @@ def _forward(interpret: bool, bits: int, q, k, v, pattern: BlockPattern):
         (None, None, keys, dim), lambda b, h, i, s, ref: (b, h, visited(h, i, s, ref), 0)
     )
     in_specs, operands, constant = [of_query, of_key, of_key], [q, k, v], None
-    if bits == 8:
+    # Where all keys are in VMEM at once the kernel makes the codes, else XLA does beforehand.
+    quantize = bits == 8 and stretches == 1
+    codes = []
+    if quantize:
+        codes = [
+            pltpu.VMEM((keys, dim), jnp.int8),
+            pltpu.VMEM((1, keys), jnp.float32),
+            pltpu.VMEM((1, dim), jnp.float32),
+        ]
+    elif bits == 8:
         q_codes, q_scale, k_codes, k_scale, constant = quantize_queries_and_keys(q, k)
         operands = [q_codes, k_codes, v, q_scale[:, :, None], k_scale[:, :, None]]
         in_specs += [
@@ -164,9 +220,9 @@ def _forward(interpret: bool, bits: int, q, k, v, pattern: BlockPattern):
     moved = sum(x.size * x.dtype.itemsize for x in (*operands, q)) + 4 * batch * heads * length
     if stretches > 1:
         moved += (blocks - 1) * 2 * k.size * k.dtype.itemsize
-    pairs = batch * heads * blocks * most * block * block
+    pairs = batch * heads * visited_pairs(pattern)
     out, lse = pl.pallas_call(
-        functools.partial(_forward_kernel, lists=lists, bits=bits),
+        functools.partial(_forward_kernel, lists=lists, bits=bits, quantize=quantize),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, heads, blocks, stretches),
@@ -176,6 +232,7 @@ def _forward(interpret: bool, bits: int, q, k, v, pattern: BlockPattern):
                 pltpu.VMEM((block, 128), jnp.float32),
                 pltpu.VMEM((block, 128), jnp.float32),
                 pltpu.VMEM((block, dim), jnp.float32),
+                *codes,
                 *fetched,
             ],
         ),
@@ -184,7 +241,8 @@ def _forward(interpret: bool, bits: int, q, k, v, pattern: BlockPattern):
             result_type((batch, heads, 1, length), jnp.float32, *operands),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            # The codes of the keys are made at a head's first block of queries.
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_limit(),
         ),
         cost_estimate=pl.CostEstimate(

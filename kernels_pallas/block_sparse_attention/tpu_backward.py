@@ -24,6 +24,7 @@ from kernels_pallas.block_sparse_attention.tpu_lists import (
     fetch_tile,
     make_lists,
     tile_specs,
+    visited_pairs,
 )
 from kernels_pallas.tiling import ceil_div, result_type, round_up
 
@@ -121,7 +122,7 @@ def block_sparse_backward(
     itemsize, lanes = q.dtype.itemsize, round_up(dim, 128)
     # q, o, do and dq in two buffers each, and dq's accumulator.
     piece = min(blocks, max(1, 2048 // block))
-    budget = vmem_limit() - 2 * TILE_BYTES - (12 << 20)
+    budget = vmem_limit() - 2 * min(pattern.elements.size, TILE_BYTES) - (12 << 20)
     budget -= piece * block * lanes * (8 * itemsize + 4)
     # k and v in one buffer, dk and dv in two, and the two accumulators.
     key_blocks = max(1, budget // (lanes * (6 * itemsize + 8) * block))
@@ -158,7 +159,7 @@ def block_sparse_backward(
     operands = [q, out, do, lse[:, :, None], dlse[:, :, None], k, v]
     size = q.size * itemsize
     gradient = size if stretches == 1 else stretches * 4 * q.size
-    pairs = batch * heads * blocks * most * block * block
+    pairs = batch * heads * visited_pairs(pattern)
     dq, dk, dv = pl.pallas_call(
         functools.partial(_backward_kernel, lists=lists, key_blocks=key_blocks),
         grid=(batch, heads, stretches, pieces),

@@ -10,7 +10,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int
 
-__all__ = ["TILE_BYTES", "Lists", "Tables", "fetch_tile", "make_lists", "tile_specs"]
+from kernels_pallas.block_sparse_attention.pattern import BlockPattern
+
+__all__ = [
+    "TILE_BYTES",
+    "Lists",
+    "Tables",
+    "fetch_tile",
+    "make_lists",
+    "tile_specs",
+    "visited_pairs",
+]
 
 # Tiles that take no more than this stay in VMEM.
 TILE_BYTES = 4 << 20
@@ -75,3 +85,9 @@ def fetch_tile(tiles_ref: Any, fetched: list[Any], n: Int[Array, ""]) -> Bool[Ar
     else:
         tile = tiles_ref[n]
     return tile.astype(jnp.int32) != 0
+
+
+def visited_pairs(pattern: BlockPattern) -> int:
+    """Pairs of a head that a kernel works on, for its cost estimate: a bound from static sizes."""
+    most = min(pattern.kv_index.shape[2], pattern.q_index.shape[2])
+    return pattern.kv_index.shape[1] * most * pattern.block**2

@@ -186,20 +186,29 @@ def test_worked_example():
     np.testing.assert_allclose(out[0, 0], expected, atol=1e-6)
 
 
+INT8_PROBLEM = (_draw(0, 1, 2, 257, 64), BlockPattern.band(257, 50, sink=9))
+
+
+@functools.cache
+def _int8_references():
+    arrays, pattern = INT8_PROBLEM
+    return _run(XLA, arrays, pattern), XLA(*arrays, pattern, qk_bits=8)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_int8_codes(name):
-    """Near the 16-bit output, blind to a constant in k, and with the 16-bit gradient."""
-    arrays = _draw(0, 1, 2, 257, 64)
-    pattern = BlockPattern.band(257, 50, sink=9)
-    exact = _run(XLA, arrays, pattern)
+    """Near the 16-bit output, with the 16-bit gradient, and alike on every backend."""
+    arrays, pattern = INT8_PROBLEM
+    exact, same = _int8_references()
     coded = _run(EVERY[name], arrays, pattern, qk_bits=8)
     assert 1e-5 < float(jnp.abs(coded[0] - exact[0]).max()) < 3e-2
     np.testing.assert_allclose(coded[1], exact[1], atol=3e-2)
     for a, b in zip(coded[2:], exact[2:], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    same = XLA(*arrays, pattern, qk_bits=8)
-    np.testing.assert_allclose(coded[0], same[0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(coded[1], same[1], rtol=1e-5, atol=1e-5)
+    # The mean of the keys is summed in another order: a code may fall to the other side.
+    for a, b in zip(coded[:2], same, strict=True):
+        assert np.abs(np.asarray(a - b)).max() < 2e-3
+        assert np.quantile(np.abs(np.asarray(a - b)), 0.9) < 1e-5
 
 
 def test_int8_is_blind_to_a_shift_of_the_keys():
@@ -227,17 +236,24 @@ def test_keys_in_several_stretches_and_tiles_from_main_memory(name, monkeypatch)
     mask[130:300] = False
     mask[:128, :128] = True
     arrays = _draw(0, 1, 1, 1200, 24)
-    got = _run(EVERY[name], arrays, BlockPattern.from_mask(mask))
+    pattern = BlockPattern.from_mask(mask)
+    got = _run(EVERY[name], arrays, pattern)
     _assert_close(got, _run(_dense, arrays, jnp.asarray(mask)), 1e-5)
+    # The codes then come from XLA, as those of the reference do.
+    for a, b in zip(
+        EVERY[name](*arrays, pattern, qk_bits=8), XLA(*arrays, pattern, qk_bits=8), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_repeats_bit_by_bit(name):
     arrays = _draw(0, 2, 2, 257, 24)
     pattern = BlockPattern.band(257, 30, sink=5)
-    for a, b in zip(
-        _run(KERNELS[name], arrays, pattern), _run(KERNELS[name], arrays, pattern), strict=True
-    ):
+    run = jax.jit(
+        jax.grad(lambda *a: jnp.sum(KERNELS[name](*a, pattern)[0] ** 2), argnums=(0, 1, 2))
+    )
+    for a, b in zip(run(*arrays), run(*arrays), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
