@@ -2,6 +2,8 @@
 
 Channel i is rotated together with channel ``i + dim / 2``. Weights stored for the interleaved form
 (pairs ``2i, 2i + 1``) have to be permuted when they are loaded.
+
+Source: Su et al., arXiv 2104.09864, with the rotation's pairs half a head apart.
 """
 
 from __future__ import annotations
