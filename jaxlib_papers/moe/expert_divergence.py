@@ -41,13 +41,13 @@ from jaxlib_papers.moe._router_domains import (
     routing_diversity,
     sequence_router_mean,
 )
+from jaxlib_papers.nn.head import head_cross_entropy
 from jaxlib_papers.ops.checks import (
     check_choice,
     check_count,
     check_nonnegative,
     check_positive,
 )
-from jaxlib_papers.nn.head import head_cross_entropy
 from jaxlib_papers.ops.divergence import js_divergence
 from jaxlib_papers.ops.masked import divide_or_zero
 from jaxlib_papers.ops.router import expert_counts, load_balancing_loss, router_z_loss
