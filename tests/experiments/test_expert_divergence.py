@@ -78,6 +78,7 @@ def test_training_and_heldout_text_are_apart():
         assert np.mean([piece in whole for piece in pieces]) < 0.5
 
 
+@pytest.mark.slow
 def test_quick_run_writes_a_whole_report(tmp_path, capsys):
     config = experiment.Config(steps=3, sequences_per_domain=2, context=16, width=16, experts=4)
     status = experiment.main(config, out=tmp_path, quick=True)
