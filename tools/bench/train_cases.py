@@ -96,10 +96,13 @@ class _Stepper:
         return self.state, metrics
 
 
-def _matmul_contestant(size: int = 2048) -> tuple[Any, float]:
-    a = jax.random.normal(jax.random.key(0), (size, size))
+def _matmuls() -> dict[float, Any]:
+    """Square float32 matmuls by their FLOPs; the machine's rate is that of the best of them."""
     matmul = jax.jit(lambda a: a @ a)
-    return lambda: matmul(a), 2.0 * size**3
+    return {
+        2.0 * size**3: partial(matmul, jax.random.normal(jax.random.key(0), (size, size)))
+        for size in (512, 1024, 2048)
+    }
 
 
 def train_step_moe16(turns: int = 7) -> Iterator[Result]:
@@ -107,19 +110,19 @@ def train_step_moe16(turns: int = 7) -> Iterator[Result]:
     rows, length = 8, 512
     setup = _setup()
     ours = _Stepper(setup, _batch(rows, length))
-    matmul, matmul_flops = _matmul_contestant()
-    best = {"ours": float("inf"), "matmul": float("inf"), "rival": float("inf")}
+    matmuls, matmul_rate = _matmuls(), 0.0
+    best = {"ours": float("inf"), "rival": float("inf")}
     with Rival("train_step_moe16") as rival:
-        for call in (ours, matmul):
+        for call in (ours, *matmuls.values()):
             jax.block_until_ready(call())
         for _ in range(turns):
             best["ours"] = min(best["ours"], timed(ours))
-            best["matmul"] = min(best["matmul"], timed(matmul))
+            for count, matmul in matmuls.items():
+                matmul_rate = max(matmul_rate, count / timed(matmul))
             if rival.ready:
                 best["rival"] = min(best["rival"], rival.turn())
         description = rival.description
     flops = flops_per_token(setup.config, length) * rows * length
-    matmul_rate = matmul_flops / best["matmul"]
     rate = rows * length / best["ours"]
     yield Result(
         case="train_step_moe16",
@@ -139,7 +142,7 @@ def train_step_moe16(turns: int = 7) -> Iterator[Result]:
         unit="model GFLOP/s",
         ratio=flops / best["ours"] / matmul_rate,
         meaning="model FLOP/s over the measured float32 matmul rate",
-        rival=f"jnp matmul 2048^3 at {matmul_rate / 1e9:.0f} GFLOP/s",
+        rival=f"best of jnp matmuls 512 to 2048 at {matmul_rate / 1e9:.0f} GFLOP/s",
         target=">= 0.55",
         detail={"model_gflop": flops / 1e9},
     )
