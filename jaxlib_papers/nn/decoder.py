@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
+from jaxlib_papers.nn.adapters import SharedAdapters, adapter_scope
 from jaxlib_papers.nn.attention import SelfAttention, SequenceInfo
 from jaxlib_papers.nn.config import DecoderConfig
 from jaxlib_papers.nn.layers import RMSNorm, SwiGLU, dropout, normal_param, stack_modules
@@ -38,12 +39,15 @@ class DecoderOutput(NamedTuple):
       router_logits: Float32 [layers, batch, seq, experts]; None for a dense model.
       router_probs: Their softmax over all experts.
       dropped_fraction: Share of assignments dropped, [layers]; None where none can be.
+      adapter_routing: What adapters recorded, by projection, each leaf with a leading layers axis;
+        None where there is nothing.
     """
 
     hidden: Float[Array, "batch seq embed"]
     router_logits: Float[Array, "layers batch seq experts"] | None = None
     router_probs: Float[Array, "layers batch seq experts"] | None = None
     dropped_fraction: Float[Array, " layers"] | None = None
+    adapter_routing: dict[str, Any] | None = None
 
 
 class DecoderLayer(nnx.Module):
@@ -120,6 +124,8 @@ class DecoderLM(nnx.Module):
             else normal_param(head_key, size[::-1], ("embed", "vocab"), *options)
         )
         self.config = config
+        # Of adapters (nn.lora, moe.ld_mole), what belongs to the model as a whole.
+        self.adapters: SharedAdapters | None = None
 
     def __call__(
         self,
@@ -164,20 +170,32 @@ class DecoderLM(nnx.Module):
 
         def run(
             x: Array, layer_and_key: tuple[DecoderLayer, Array | None]
-        ) -> tuple[Array, RouterOutput | None]:
+        ) -> tuple[Array, tuple[RouterOutput | None, dict[str, Any]]]:
             layer, layer_key = layer_and_key
-            return layer(x, info, key=layer_key)
+            # Shared heads are closed over: one copy, whose gradient the scan sums over layers.
+            with adapter_scope(self.adapters, layer_key) as scope:
+                x, router = layer(x, info, key=layer_key)
+            return x, (router, scope.records)
 
         if config.remat != "none":
             run = jax.checkpoint(run, policy=_REMAT[config.remat], prevent_cse=False)
-        use_dropout = key is not None and config.dropout > 0
+        rates = (config.dropout, 0.0 if self.adapters is None else self.adapters.dropout)
+        use_dropout = key is not None and max(rates) > 0
         keys = jax.random.split(key, config.num_layers) if use_dropout else None
-        x, router = lax.scan(run, x, (self.layers, keys))
-        return DecoderOutput(self.final_norm(x), *(router or ()))
+        x, (router, records) = lax.scan(run, x, (self.layers, keys))
+        return DecoderOutput(
+            self.final_norm(x), *(router or ()), **({"adapter_routing": records} if records else {})
+        )
 
     def head_kernel(self) -> Float[Array, "embed vocab"]:
         """The output matrix in the compute dtype, whole along the embedding."""
-        kernel = self.embedding[...].T if self.head is None else self.head[...]
+        tied = self.embedding[...].T
+        if self.head is None:
+            kernel = tied
+        elif isinstance(self.head, nnx.Variable):
+            kernel = self.head[...]
+        else:  # low-rank factors beside the head's own matrix or, where it is tied, the embedding
+            kernel = self.head.dense(tied)
         kernel = kernel.astype(self.config.compute_dtype)
         return constrain(kernel, ("embed_act", "vocab_act"), name="head")
 

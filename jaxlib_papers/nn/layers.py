@@ -45,13 +45,18 @@ def stack_modules(make: Callable[[Key[Array, ""]], Module], keys: Key[Array, " n
 
 
 def project(
-    x: Float[Array, "batch seq *inner"], kernel: nnx.Param, bias: nnx.Param | None = None
+    x: Float[Array, "batch seq *inner"],
+    kernel: nnx.Param | nnx.Module,
+    bias: nnx.Param | None = None,
 ) -> Float[Array, "batch seq *outer"]:
     """Contracts the trailing axes of x with the leading axes of a kernel, in the dtype of x.
 
     How many: the kernel's rank tells, since one side of every projection is the residual stream:
-    [embed, ...] contracts one axis, [heads, head_dim, embed] two.
+    [embed, ...] contracts one axis, [heads, head_dim, embed] two. A projection with an adapter (a
+    module in the kernel's place) does it by its own `project`.
     """
+    if not isinstance(kernel, nnx.Variable):
+        return kernel.project(x, bias)
     weight = kernel[...].astype(x.dtype)
     contracted = x.ndim - 2
     inner = tuple(range(contracted))

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxlib_papers.ops.checks import as_float, check_count, check_ndim, check_shape, is_concrete
 from jaxlib_papers.ops.masked import divide_or_zero, masked_sum
 
 __all__ = [
+    "active_experts",
     "cv_squared_loss",
     "expert_counts",
     "load_balancing_loss",
@@ -47,6 +48,20 @@ def _chosen(scores: Array, weights: Array, top_k: int) -> Array:
     _, index = jax.lax.top_k(jax.lax.stop_gradient(scores), top_k)
     hit = jax.nn.one_hot(index, scores.shape[-1], dtype=scores.dtype)
     return jnp.sum(jnp.sum(hit, axis=-2) * weights[None, :, None], axis=1)
+
+
+def active_experts(p: Float[ArrayLike, "*tokens experts"]) -> Int[Array, "*tokens"]:
+    """Number of experts with positive weight, for every token.
+
+    Args:
+        p: weights of all experts, [..., N].
+
+    Returns:
+        int32 [...]; 0 where no weight is positive (NaN counts as none). No gradient.
+
+    Source: arXiv 2509.25684, number of activated experts.
+    """
+    return jnp.sum(jnp.asarray(p) > 0, axis=-1, dtype=jnp.int32)
 
 
 def expert_counts(
