@@ -1,0 +1,1 @@
+"""Weights and formats from outside: Hugging Face folders and GGUF files."""
