@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,45 +32,75 @@ _LADDER = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 1, 9 / 8, 5 / 4, 3 / 2, 2, 4)
 
 
 def _ladder(num_rows: int, num_groups: int) -> tuple[int, ...]:
-    """Heights of the blocks; a group larger than the last is walked in blocks of that one first."""
+    """Heights of the blocks; a group larger than the last is cut into blocks of that one first."""
     mean = num_rows / num_groups
     return tuple(sorted({min(round_up(math.ceil(mean * rung), 8), num_rows) for rung in _LADDER}))
 
 
-def _for_each_block(
-    num_rows: int,
-    num_groups: int,
-    start: Int[Array, ""],
-    size: Int[Array, ""],
-    body: Callable[[int, Int[Array, ""], Bool[Array, " rows"], Any], Any],
-    carry: Any,
-) -> Any:
-    """Covers rows [start, start + size) by blocks from the ladder.
+class _Visits(NamedTuple):
+    """Blocks of rows that belong to one group, those of equal height behind one another.
 
-    ``body(rows, offset, own, carry)`` sees the static height of the block, its first row (moved up
-    where it would reach past the array) and which of its rows it answers for.
+    Attributes:
+      group: Group of a block, int32 [visits].
+      start: Its first row, int32 [visits].
+      end: One past its last row, int32 [visits].
+      first: Where the blocks of each height of the ladder begin, int32 [heights + 1].
     """
 
-    # The position travels in the carry: XLA would hoist a dot that depends on nothing the loop
-    # changes, and do every rung's work at every turn.
-    def walk(rows: int, turns: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        def turn(_: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
-            position, inner = carry
-            offset = jnp.minimum(position, num_rows - rows)
-            row = offset + jnp.arange(rows, dtype=offset.dtype)
-            return position + rows, body(rows, offset, (row >= position) & (row < end), inner)
+    group: Int[Array, " visits"]
+    start: Int[Array, " visits"]
+    end: Int[Array, " visits"]
+    first: Int[Array, " bounds"]
 
-        return lax.fori_loop(0, turns, turn, carry)
 
-    ladder = _ladder(num_rows, num_groups)
-    end = start + size
-    whole = jnp.maximum(size - 1, 0) // ladder[-1]
-    rest = size - whole * ladder[-1]
-    carry = walk(ladder[-1], whole, (start, carry))
-    for below, rows in zip((0, *ladder), ladder, strict=False):
-        # At most one of these loops makes its single turn: a branch that keeps buffers in place.
-        carry = walk(rows, ((rest > below) & (rest <= rows)).astype(jnp.int32), carry)
-    return carry[1]
+def _visits(
+    starts: Int[Array, " groups"], sizes: Int[Array, " groups"], ladder: tuple[int, ...], rows: int
+) -> _Visits:
+    """Cuts every group into blocks and sorts them by height, groups in order within each."""
+    num_groups, top = sizes.shape[0], ladder[-1]
+    blocks = (sizes + (top - 1)) // top
+    through = jnp.cumsum(blocks, dtype=jnp.int32)
+    visit = lax.iota(jnp.int32, num_groups + rows // top)
+    # Each entry compared with each bound: few of both, and no scatter as in a sorting search.
+    group = jnp.sum(visit[:, None] >= through[None, :], axis=1, dtype=jnp.int32)
+    real = group < num_groups
+    group = jnp.minimum(group, num_groups - 1)
+    start = starts[group] + (visit - (through - blocks)[group]) * top
+    end = jnp.minimum(starts[group] + sizes[group], start + top)
+    heights = jnp.asarray(ladder, jnp.int32)
+    rung = jnp.sum((end - start)[:, None] > heights[None, :], axis=1, dtype=jnp.int32)
+    rung = jnp.where(real, rung, len(ladder))
+    order = jnp.argsort(rung, stable=True)
+    bounds = lax.iota(jnp.int32, len(ladder) + 1)
+    first = jnp.sum(rung[None, :] < bounds[:, None], axis=1, dtype=jnp.int32)
+    return _Visits(group[order], start[order], end[order], first)
+
+
+def _for_each_block(
+    group_sizes: Int[Array, " groups"],
+    num_rows: int,
+    body: Callable[[int, Array, Array, Bool[Array, " rows"], Any], Any],
+    carry: Any,
+) -> Any:
+    """Covers the rows of every group by blocks from the ladder.
+
+    ``body(rows, group, offset, own, carry)`` sees the static height of the block, its group, its
+    first row (moved up where it would reach past the array) and which of its rows it answers for.
+    One loop per height: a loop per group and height would spend its time on turns never taken.
+    """
+    ladder = _ladder(num_rows, group_sizes.shape[0])
+    visits = _visits(*_bounds(group_sizes, num_rows), ladder, num_rows)
+    for rung, rows in enumerate(ladder):
+
+        def turn(visit: Array, carry: Any, rows: int = rows) -> Any:
+            start, end = visits.start[visit], visits.end[visit]
+            offset = jnp.minimum(start, num_rows - rows)
+            row = offset + lax.iota(jnp.int32, rows)
+            own = (row >= start) & (row < end)
+            return body(rows, visits.group[visit], offset, own, carry)
+
+        carry = lax.fori_loop(visits.first[rung], visits.first[rung + 1], turn, carry)
+    return carry
 
 
 def _block(a: Array, offset: Array, rows: int) -> Array:
@@ -112,21 +142,16 @@ def grouped_matmul_forward(
     accumulator = accumulator_dtype(x, w)
     contract = (((1,), (1 if transpose_w else 0,)), ((), ()))
 
-    def group(y: Array, operand: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        weight, start, size = operand
-
-        def block(rows: int, offset: Array, own: Array, y: Array) -> Array:
-            out = lax.dot_general(
-                _block(x, offset, rows), weight, contract, preferred_element_type=accumulator
-            )
-            out = _where_rows(own, out.astype(dtype), _block(y, offset, rows))
-            return lax.dynamic_update_slice(y, out, (offset, jnp.zeros_like(offset)))
-
-        return _for_each_block(num_rows, w.shape[0], start, size, block, y), None
+    def block(rows: int, group: Array, offset: Array, own: Array, y: Array) -> Array:
+        weight = lax.dynamic_index_in_dim(w, group, keepdims=False)
+        out = lax.dot_general(
+            _block(x, offset, rows), weight, contract, preferred_element_type=accumulator
+        )
+        out = _where_rows(own, out.astype(dtype), _block(y, offset, rows))
+        return lax.dynamic_update_slice(y, out, (offset, jnp.zeros_like(offset)))
 
     y, _ = align_varying(jnp.zeros((num_rows, num_out), dtype), x)
-    y, _ = lax.scan(group, y, (w, *_bounds(group_sizes, num_rows)))
-    return y
+    return _for_each_block(group_sizes, num_rows, block, y)
 
 
 def grouped_matmul_dw(
@@ -140,9 +165,9 @@ def grouped_matmul_dw(
     shape = (x.shape[1], dy.shape[1])
     if num_rows == 0 or group_sizes.shape[0] == 0:
         return jnp.zeros((group_sizes.shape[0], *shape), dtype)
-    starts, sizes = _bounds(group_sizes, num_rows)
 
     if current_platform() != "cpu":
+        sizes = _bounds(group_sizes, num_rows)[1]
         used = (jnp.arange(num_rows) < jnp.sum(sizes))[:, None]
         out = lax.ragged_dot_general(
             jnp.where(used, x, jnp.zeros_like(x)),
@@ -157,28 +182,21 @@ def grouped_matmul_dw(
         )
         return jnp.where((sizes > 0)[:, None, None], out, jnp.zeros_like(out)).astype(dtype)
 
-    def group(dw: Array, operand: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        index, start, size = operand
-        zero = jnp.zeros_like(index)
+    def block(rows: int, group: Array, offset: Array, own: Array, dw: Array) -> Array:
+        def own_rows(a: Array) -> Array:
+            # On both sides: 0 * NaN of a row that belongs to nobody is NaN.
+            part = _block(a, offset, rows)
+            return _where_rows(own, part, jnp.zeros_like(part))
 
-        def block(rows: int, offset: Array, own: Array, dw: Array) -> Array:
-            def own_rows(a: Array) -> Array:
-                # On both sides: 0 * NaN of a row that belongs to nobody is NaN.
-                part = _block(a, offset, rows)
-                return _where_rows(own, part, jnp.zeros_like(part))
+        out = lax.dot_general(
+            own_rows(x), own_rows(dy), (((0,), (0,)), ((), ())), preferred_element_type=dw.dtype
+        )
+        at = (group, jnp.zeros_like(group), jnp.zeros_like(group))
+        sum_ = lax.dynamic_slice(dw, at, (1, *shape)) + out[None]
+        return lax.dynamic_update_slice(dw, sum_, at)
 
-            out = lax.dot_general(
-                own_rows(x), own_rows(dy), (((0,), (0,)), ((), ())), preferred_element_type=dw.dtype
-            )
-            at = (index, zero, zero)
-            sum_ = lax.dynamic_slice(dw, at, (1, *shape)) + out[None]
-            return lax.dynamic_update_slice(dw, sum_, at)
-
-        return _for_each_block(num_rows, group_sizes.shape[0], start, size, block, dw), None
-
-    index = jnp.arange(group_sizes.shape[0], dtype=starts.dtype)
-    dw, _ = align_varying(jnp.zeros((index.shape[0], *shape), accumulator), x)
-    return lax.scan(group, dw, (index, starts, sizes))[0].astype(dtype)
+    dw, _ = align_varying(jnp.zeros((group_sizes.shape[0], *shape), accumulator), x)
+    return _for_each_block(group_sizes, num_rows, block, dw).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
