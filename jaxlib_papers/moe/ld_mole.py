@@ -23,6 +23,7 @@ tables, warm-up, masks in the penalties, and details of the MoLA and ReMoE basel
 
 from __future__ import annotations
 
+from jaxlib_papers.moe._mole_files import load_mole, save_mole
 from jaxlib_papers.moe._mole_inject import (
     MoLEConfig,
     MoLEParams,
@@ -79,6 +80,7 @@ __all__ = [
     "lambda_head",
     "lambda_interval",
     "lambda_penalty",
+    "load_mole",
     "mola_layout",
     "mole_delta",
     "mole_linear",
@@ -89,6 +91,7 @@ __all__ = [
     "route",
     "router_sparsity",
     "router_z_loss",
+    "save_mole",
     "sparsegen",
     "sparsegen_threshold",
     "sparsemax",

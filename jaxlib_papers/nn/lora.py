@@ -223,7 +223,7 @@ def inject_lora(model: Model, config: LoRAConfig | None = None, *, key: Key[Arra
     found: list[Projection] = []
     tied = getattr(model, "head", ...) is None
     if tied and targets is not None and "head" in targets:
-        vocab, embed = model.embedding[...].shape
+        vocab, embed = model.embedding.get_value().shape
         found.append(
             Projection("head", ("head",), (), (embed,), (vocab,), False, ("embed", "vocab"))
         )
