@@ -1,0 +1,1 @@
+"""Classical causal discovery for comparison: NOTEARS, DirectLiNGAM, PC with Fisher's z, GES."""
