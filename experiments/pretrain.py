@@ -206,9 +206,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imported after parsing: --help should not wait for JAX.
     from experiments import pretrain_plan, pretrain_run
     from jaxlib_papers.train.checkpoint import CheckpointError
+    from jaxlib_papers.train.host_memory import keep_freed_memory
     from jaxlib_papers.train.loop import NonFiniteError
     from jaxlib_papers.train.preemption import PREEMPTED_EXIT_CODE
 
+    keep_freed_memory()
     try:
         if flags.dry_run:
             print(pretrain_plan.describe(flags))

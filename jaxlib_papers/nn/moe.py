@@ -14,16 +14,8 @@ from jaxtyping import Array, Float, Int, Key
 from jaxlib_papers.nn.config import DecoderConfig
 from jaxlib_papers.nn.layers import SwiGLU, normal_param
 from jaxlib_papers.nn.partitioning import current_sharding, logical_to_spec
-from jaxlib_papers.ops.checks import float_dtype
-from jaxlib_papers.ops.expert_dispatch import (
-    combine_rows,
-    expert_capacity,
-    plan_dispatch,
-    route_top_k,
-    take_rows,
-)
-from kernels_pallas.grouped_matmul import grouped_matmul
-from kernels_pallas.tiling import align_varying
+from jaxlib_papers.ops.expert_dispatch import route_top_k
+from jaxlib_papers.ops.expert_mixture import expert_mixture
 
 __all__ = ["MoELayer", "RouterOutput", "expert_mixture"]
 
@@ -41,69 +33,6 @@ class RouterOutput(NamedTuple):
     logits: Float[Array, "batch seq experts"]
     probs: Float[Array, "batch seq experts"]
     dropped_fraction: Float[Array, ""] | None = None
-
-
-def _experts_on_rows(
-    rows: Float[Array, "rows embed"],
-    gate_up: Float[Array, "experts embed two hidden"],
-    down: Float[Array, "experts hidden embed"],
-    group_sizes: Int[Array, " experts"],
-    capacity: int | None,
-) -> Float[Array, "rows embed"]:
-    num_experts, embed, _, hidden = gate_up.shape
-    both = gate_up.reshape(num_experts, embed, 2 * hidden)
-    if capacity is not None:
-        slots = rows.reshape(num_experts, capacity, embed)
-        wide = float_dtype(rows)
-
-        def each(a: Array, w: Array) -> Array:
-            out = jnp.einsum("eci,eio->eco", a, w, preferred_element_type=wide)
-            return out.astype(rows.dtype)
-
-        gate, up = jnp.split(each(slots, both), 2, axis=-1)
-        return each(jax.nn.silu(gate) * up, down).reshape(rows.shape)
-    gate, up = jnp.split(grouped_matmul(rows, both, group_sizes), 2, axis=-1)
-    return grouped_matmul(jax.nn.silu(gate) * up, down, group_sizes)
-
-
-def expert_mixture(
-    x: Float[Array, "tokens embed"],
-    indices: Int[Array, "tokens top_k"],
-    weights: Float[Array, "tokens top_k"],
-    gate_up: Float[Array, "experts embed two hidden"],
-    down: Float[Array, "experts hidden embed"],
-    *,
-    capacity_factor: float | None = None,
-) -> tuple[Float[Array, "tokens embed"], Int[Array, ""]]:
-    """``y_t = sum_k weights[t, k] E_{indices[t, k]}(x_t)`` with SwiGLU experts.
-
-    Tokens are sorted by expert and multiplied group by group; moving rows is a gather forward and
-    backward. Experts that no token chose get gradients of exactly 0.
-
-    Args:
-      x: Token vectors, any float dtype; matmuls are in it, accumulated in float32.
-      indices: Experts of each token; one outside [0, experts) adds nothing.
-      weights: Their weights, float32.
-      gate_up: First matrices of the experts, gate before up.
-      down: Second matrices.
-      capacity_factor: None drops nothing; see `nn.config.MoEConfig`.
-
-    Returns:
-      (y [tokens, embed], number of assignments dropped, int32).
-    """
-    x, indices, weights, gate_up, down = align_varying(x, indices, weights, gate_up, down)
-    num_tokens, top_k = indices.shape
-    capacity = None
-    if capacity_factor is not None:
-        capacity = expert_capacity(num_tokens, gate_up.shape[0], top_k, capacity_factor)
-    dispatch = plan_dispatch(indices, gate_up.shape[0], capacity=capacity)
-    rows = take_rows(x, dispatch)
-    rows = _experts_on_rows(rows, gate_up, down, dispatch.group_sizes, capacity)
-    y = combine_rows(rows, weights, dispatch)
-    if dispatch.kept is None:
-        return y, jnp.zeros((), jnp.int32)
-    real = (indices >= 0) & (indices < gate_up.shape[0])
-    return y, jnp.sum(real & ~dispatch.kept, dtype=jnp.int32)
 
 
 class MoELayer(nnx.Module):

@@ -21,9 +21,11 @@ __all__ = [
     "Routing",
     "combine_rows",
     "expert_capacity",
+    "per_assignment",
     "plan_dispatch",
     "route_top_k",
     "take_rows",
+    "weights_of_rows",
 ]
 
 
@@ -63,8 +65,9 @@ def route_top_k(
     dtype = float_dtype(logits)
     probs = jax.nn.softmax(logits.astype(dtype), axis=-1)
     _, indices = lax.top_k(lax.stop_gradient(probs), top_k)
-    chosen = jax.nn.one_hot(indices, probs.shape[-1], dtype=dtype)
-    weights = jnp.sum(probs[:, None, :] * chosen, axis=-1)
+    # Slots first: the backward pass then sums over a leading axis, plain additions of whole arrays.
+    chosen = jax.nn.one_hot(indices.T, probs.shape[-1], dtype=dtype)
+    weights = jnp.sum(probs[None] * chosen, axis=-1).T
     if renormalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return Routing(probs, indices.astype(jnp.int32), weights)
@@ -183,9 +186,36 @@ def _rows_of_tokens(a: Array, dispatch: Dispatch) -> Array:
     return _mask(_gather(a, dispatch.source // top_k), dispatch.filled)
 
 
-def _slots_of_tokens(rows: Array, dispatch: Dispatch) -> Array:
-    """[tokens, top_k, dim] <- the rows of each token's assignments."""
-    return _mask(_gather(rows, dispatch.row), dispatch.kept)
+def _sum_of_slots(rows: Array, dispatch: Dispatch, weights: Array | None = None) -> Array:
+    """[tokens, dim] <- the rows of each token's assignments, with their weights, summed.
+
+    Slot by slot, so that no [tokens, top_k, dim] is stored. In float32 or better.
+    """
+    total = None
+    for slot in range(dispatch.row.shape[1]):
+        kept = None if dispatch.kept is None else dispatch.kept[:, slot]
+        part = _mask(_gather(rows, dispatch.row[:, slot]), kept).astype(float_dtype(rows))
+        if weights is not None:
+            part = part.astype(weights.dtype) * weights[:, slot, None]
+        total = part if total is None else total + part
+    assert total is not None, "top_k is at least 1"
+    return total
+
+
+def weights_of_rows(weights: Float[Array, "tokens top_k"], dispatch: Dispatch) -> Array:
+    """Weight of each row's assignment, [rows]; 0 where a row holds none."""
+    of_row = _gather(weights.reshape(-1), dispatch.source)
+    if dispatch.filled is None:
+        return of_row
+    return jnp.where(dispatch.filled, of_row, jnp.zeros_like(of_row))
+
+
+def per_assignment(of_row: Float[Array, " rows"], dispatch: Dispatch) -> Array:
+    """The entry of each assignment's row, [tokens, top_k]; 0 where it was dropped."""
+    values = _gather(of_row, dispatch.row)
+    if dispatch.kept is None:
+        return values
+    return jnp.where(dispatch.kept, values, jnp.zeros_like(values))
 
 
 @jax.custom_vjp
@@ -207,17 +237,10 @@ def _take_fwd(x: Array, dispatch: Dispatch) -> tuple[Array, Dispatch]:
 
 
 def _take_bwd(dispatch: Dispatch, dy: Array) -> tuple[Array, None]:
-    wide = float_dtype(dy)
-    dx = jnp.sum(_slots_of_tokens(dy, dispatch), axis=1, dtype=wide)
-    return dx.astype(dy.dtype), None
+    return _sum_of_slots(dy, dispatch).astype(dy.dtype), None
 
 
 take_rows.defvjp(_take_fwd, _take_bwd)
-
-
-def _weighted(rows: Array, weights: Array, dispatch: Dispatch) -> Array:
-    slots = _slots_of_tokens(rows, dispatch).astype(weights.dtype)
-    return jnp.sum(slots * weights[..., None], axis=1).astype(rows.dtype)
 
 
 @jax.custom_vjp
@@ -234,22 +257,21 @@ def combine_rows(
     Returns:
       Token vectors in the dtype of ``rows``.
     """
-    return _weighted(rows, weights, dispatch)
+    return _sum_of_slots(rows, dispatch, weights).astype(rows.dtype)
 
 
 def _combine_fwd(
     rows: Array, weights: Array, dispatch: Dispatch
 ) -> tuple[Array, tuple[Array, Array, Dispatch]]:
-    return _weighted(rows, weights, dispatch), (rows, weights, dispatch)
+    return combine_rows(rows, weights, dispatch), (rows, weights, dispatch)
 
 
 def _combine_bwd(saved: tuple[Array, Array, Dispatch], dy: Array) -> tuple[Array, Array, None]:
     rows, weights, dispatch = saved
     wide = weights.dtype
-    row_weight = _gather(weights.reshape(-1), dispatch.source)
-    drows = _rows_of_tokens(dy, dispatch).astype(wide) * row_weight[:, None]
-    slots = _slots_of_tokens(rows, dispatch).astype(wide)
-    dweights = jnp.sum(slots * dy.astype(wide)[:, None, :], axis=-1)
+    dy_of_row = _rows_of_tokens(dy, dispatch).astype(wide)
+    drows = dy_of_row * weights_of_rows(weights, dispatch)[:, None]
+    dweights = per_assignment(jnp.sum(dy_of_row * rows.astype(wide), axis=-1), dispatch)
     return drows.astype(rows.dtype), dweights, None
 
 

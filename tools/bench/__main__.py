@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.table import Table
 
+from jaxlib_papers.train.host_memory import keep_freed_memory
 from tools.bench import kernel_cases, train_cases
 from tools.bench.timing import Result
 
@@ -51,6 +52,7 @@ def main() -> None:
     unknown = sorted(set(args.cases) - set(CASES))
     if unknown:
         parser.error(f"unknown case {', '.join(unknown)}; known: {', '.join(CASES)}")
+    keep_freed_memory()
     results = []
     for name in args.cases or CASES:
         for result in CASES[name]():

@@ -111,30 +111,35 @@ def train_step_moe16(turns: int = 7) -> Iterator[Result]:
     setup = _setup()
     ours = _Stepper(setup, _batch(rows, length))
     matmuls, matmul_rate = _matmuls(), 0.0
-    best = {"ours": float("inf"), "rival": float("inf")}
-    with Rival("train_step_moe16") as rival:
+    best = dict.fromkeys(("ours", "shipped", "same_malloc"), float("inf"))
+    with (
+        Rival("train_step_moe16") as shipped,
+        Rival("train_step_moe16", keep_freed_memory=True) as same_malloc,
+    ):
+        rivals = {"shipped": shipped, "same_malloc": same_malloc}
         for call in (ours, *matmuls.values()):
             jax.block_until_ready(call())
         for _ in range(turns):
             best["ours"] = min(best["ours"], timed(ours))
             for count, matmul in matmuls.items():
                 matmul_rate = max(matmul_rate, count / timed(matmul))
-            if rival.ready:
-                best["rival"] = min(best["rival"], rival.turn())
-        description = rival.description
+            for name, rival in rivals.items():
+                if rival.ready:
+                    best[name] = min(best[name], rival.turn())
     flops = flops_per_token(setup.config, length) * rows * length
-    rate = rows * length / best["ours"]
-    yield Result(
-        case="train_step_moe16",
-        seconds=best["ours"],
-        rate=rate,
-        unit="tokens/s",
-        ratio=best["rival"] / best["ours"] if best["rival"] < float("inf") else None,
-        meaning="tokens/s over the rival's",
-        rival=description,
-        target=">= 1.3",
-        detail={"rival_seconds": best["rival"] if best["rival"] < float("inf") else None},
-    )
+    for name, rival in rivals.items():
+        yield Result(
+            case="train_step_moe16" + ("" if name == "shipped" else f".{name}"),
+            seconds=best["ours"],
+            rate=rows * length / best["ours"],
+            unit="tokens/s",
+            ratio=best[name] / best["ours"] if rival.ready else None,
+            meaning="tokens/s over the rival's"
+            + ("" if name == "shipped" else ", which is given our malloc settings"),
+            rival=rival.description,
+            target=">= 1.3" if name == "shipped" else "",
+            detail={"rival_seconds": best[name] if rival.ready else None},
+        )
     yield Result(
         case="train_step_moe16.flops",
         seconds=best["ours"],
