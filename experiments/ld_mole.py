@@ -315,7 +315,7 @@ def judge(
             f"{listed(ours)} against {listed(top)}: {gain:+.3f}",
         ),
         harness.Criterion(
-            f"{whose}: (b) no token without an expert in LD-MoLE; some with ReLU in two thirds of the seeds",
+            f"{whose}: (b) no token without an expert; some with ReLU in 2/3 of the seeds",
             max(zero) == 0 and sum(z > 0 for z in zero_relu) >= need,
             f"LD-MoLE {listed(zero, 4)}, ReLU {listed(zero_relu, 4)}",
         ),
@@ -326,13 +326,13 @@ def judge(
             f"(std {spread[1]:.4f})",
         ),
         harness.Criterion(
-            f"{whose}: (d) beta = 1, k = 2 lowers the mean of active experts in every layer, to at most 2.2",
+            f"{whose}: (d) beta = 1, k = 2 lowers active experts in every layer, to <= 2.2",
             bool((sparse < active).all() and sparse.max() <= 2.2),
             f"by layer {listed(active.mean(0), 2)} -> {listed(sparse.mean(0), 2)}, largest in any "
             f"seed {sparse.max():.2f}",
         ),
         harness.Criterion(
-            f"{whose}: (e) the number of active experts varies over tokens: std above 0.3 in every layer",
+            f"{whose}: (e) std of active experts over tokens > 0.3 in every layer",
             bool((deviation > 0.3).all()),
             f"by layer {listed(deviation.mean(0), 2)}, smallest in any seed {deviation.min():.2f}",
         ),
