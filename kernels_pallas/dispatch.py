@@ -3,7 +3,8 @@
 A kernel's public function takes ``implementation=None | "xla" | "pallas" | "pallas_interpret"``:
 
 * ``None`` is the best that is available and always works: the Pallas kernel on TPU and GPU when the
-  arguments qualify, XLA otherwise. The reason is logged once at DEBUG level.
+  arguments qualify, XLA otherwise. The reason is logged once at DEBUG level. With several TPU
+  devices the kernel runs inside `jax.shard_map` only: XLA can't split it by itself.
 * a name means exactly that implementation, or a ``NotImplementedError`` that says why it can't be.
 """
 
@@ -53,6 +54,11 @@ def current_platform() -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
+def _may_be_split() -> bool:
+    """Whether the arrays at hand may be spread over devices without `jax.shard_map` around us."""
+    return jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+
+
 @functools.cache
 def _log_once(message: str) -> None:
     _logger.debug(message)
@@ -95,6 +101,11 @@ def choose(
     platform = current_platform()
     reasons = {"tpu": tpu, "gpu": gpu}
     reason = reasons.get(platform, f"no Pallas kernel runs on platform {platform!r}")
+    if reason is None and implementation is None and platform == "tpu" and _may_be_split():
+        reason = (
+            f"XLA can't split a Mosaic kernel over {jax.device_count()} devices by itself; call it "
+            "inside jax.shard_map, or name implementation='pallas' if one device holds everything"
+        )
     if reason is None:
         return "tpu" if platform == "tpu" else "gpu"
     if implementation == "pallas":

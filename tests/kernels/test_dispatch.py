@@ -56,6 +56,25 @@ def test_a_named_implementation_runs_or_says_why_not(platform, implementation, r
     assert str(error.value).startswith("some_kernel")
 
 
+def test_several_tpu_devices_need_shard_map(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    inside = []
+
+    def look(x):
+        inside.append(choose("kernel", None))
+        return x
+
+    spec = jax.sharding.PartitionSpec("batch")
+    with target_platform("tpu"):
+        assert choose("kernel", None) == "xla"
+        assert choose("kernel", "pallas") == "tpu"
+        jax.jit(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(2))
+    assert inside == ["tpu"]
+    with target_platform("gpu"):
+        assert choose("kernel", None) == "gpu"
+
+
 def test_unknown_name():
     with pytest.raises(ValueError, match="got 'triton'.*pallas_interpret"):
         choose("kernel", "triton")

@@ -6,11 +6,12 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
 from jaxlib_papers.train.host_memory import keep_freed_memory
-from tools.bench import kernel_cases, train_cases
+from tools.bench import device_cases, kernel_cases, train_cases
 from tools.bench.timing import Result
 
 CASES: dict[str, Callable[[], Iterator[Result]]] = {
@@ -48,14 +49,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"any of {', '.join(CASES)}")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument(
+        "--device",
+        action="store_true",
+        help="the kernels on the GPU or TPU of this machine, in under five minutes",
+    )
     args = parser.parse_args()
     unknown = sorted(set(args.cases) - set(CASES))
     if unknown:
         parser.error(f"unknown case {', '.join(unknown)}; known: {', '.join(CASES)}")
+    if args.device and args.cases:
+        parser.error("--device runs its own table; name no case with it")
+    if args.device and jax.default_backend() == "cpu":
+        parser.error("--device: JAX sees no GPU or TPU here")
     keep_freed_memory()
+    runs = [device_cases.device_table] if args.device else [CASES[n] for n in args.cases or CASES]
     results = []
-    for name in args.cases or CASES:
-        for result in CASES[name]():
+    for run in runs:
+        for result in run():
             results.append(result)
             if args.json:
                 print(json.dumps(result.record()), flush=True)
