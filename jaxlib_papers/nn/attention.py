@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
+from jaxlib_papers.nn.cache import LayerCache, cached_attention
 from jaxlib_papers.nn.config import DecoderConfig
 from jaxlib_papers.nn.layers import RMSNorm, normal_param, project
 from jaxlib_papers.nn.partitioning import constrain, current_sharding, logical_to_spec
@@ -136,6 +137,24 @@ class SelfAttention(nnx.Module):
           x: Normalised residual stream.
           info: Angles and segments.
         """
+        return self.attend(x, info)[0]
+
+    def attend(
+        self,
+        x: Float[Array, "batch seq embed"],
+        info: SequenceInfo,
+        cache: LayerCache | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], tuple[Array, Array]]:
+        """As a call, with the keys and values that a cache keeps.
+
+        Args:
+          x: Normalised residual stream; with a cache one token a row.
+          info: Angles and segments.
+          cache: Tokens before those of x; None is none.
+
+        Returns:
+          (result, (rotated keys [batch, seq, kv_heads, head_dim], values)).
+        """
         q = project(x, self.query, self.query_bias)
         k = project(x, self.key, self.key_bias)
         v = project(x, self.value, self.value_bias)
@@ -144,7 +163,9 @@ class SelfAttention(nnx.Module):
         q, k = (apply_rope(a, info.cos, info.sin) for a in (q, k))
         q = constrain(q, ("batch", "seq", "heads_act", None))
         k, v = (constrain(a, ("batch", "seq", "kv_heads_act", None)) for a in (k, v))
-        out = sharded_attention(
-            q, k, v, info.segment_ids, window=self.window, logit_softcap=self.softcap
-        )
-        return project(out, self.out, self.out_bias)
+        limits = {"window": self.window, "logit_softcap": self.softcap}
+        if cache is not None:
+            out = cached_attention(q, k, v, cache, **limits)
+        else:
+            out = sharded_attention(q, k, v, info.segment_ids, **limits)
+        return project(out, self.out, self.out_bias), (k, v)

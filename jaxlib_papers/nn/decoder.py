@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxlib_papers.nn.adapters import SharedAdapters, adapter_scope
 from jaxlib_papers.nn.attention import SelfAttention, SequenceInfo
+from jaxlib_papers.nn.cache import LayerCache
 from jaxlib_papers.nn.config import DecoderConfig
 from jaxlib_papers.nn.layers import RMSNorm, SwiGLU, dropout, normal_param, stack_modules
 from jaxlib_papers.nn.moe import MoELayer, RouterOutput
@@ -91,15 +92,37 @@ class DecoderLayer(nnx.Module):
         Returns:
           (residual stream, router output or None).
         """
+        x, router, _ = self.run(x, info, key=key)
+        return x, router
+
+    def run(
+        self,
+        x: Float[Array, "batch seq embed"],
+        info: SequenceInfo,
+        cache: LayerCache | None = None,
+        *,
+        key: Key[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], RouterOutput | None, tuple[Array, Array]]:
+        """As a call, also returning the keys and values that a cache keeps.
+
+        Args:
+          x: Residual stream; with a cache one token a row.
+          info: Angles and segments.
+          cache: Tokens before those of x; None is none.
+          key: PRNG key of dropout; None is no dropout.
+
+        Returns:
+          (residual stream, router output or None, (keys, values)).
+        """
         keys = (None, None) if key is None else jax.random.split(key)
-        y = self.attention(self.attention_norm(x), info)
+        y, kept = self.attention.attend(self.attention_norm(x), info, cache)
         x = constrain(x + dropout(y, self.dropout, keys[0]), _STREAM)
         y, router = self.feed_forward_norm(x), None
         if isinstance(self.feed_forward, MoELayer):
             y, router = self.feed_forward(y)
         else:
             y = self.feed_forward(y)
-        return constrain(x + dropout(y, self.dropout, keys[1]), _STREAM), router
+        return constrain(x + dropout(y, self.dropout, keys[1]), _STREAM), router, kept
 
 
 class DecoderLM(nnx.Module):
@@ -163,10 +186,7 @@ class DecoderLM(nnx.Module):
 
         angles = rope_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
         info = SequenceInfo(*angles, segment_ids)
-        # Whole along the embedding: looked up in a table split there, x would have to be re-split.
-        table = constrain(self.embedding[...], ("vocab_act", "embed_act"), name="embedding")
-        x = jnp.take(table, tokens, axis=0, mode="clip")
-        x = constrain(x.astype(config.compute_dtype), _STREAM)
+        x = self.embed(tokens)
 
         def run(
             x: Array, layer_and_key: tuple[DecoderLayer, Array | None]
@@ -186,6 +206,13 @@ class DecoderLM(nnx.Module):
         return DecoderOutput(
             self.final_norm(x), *(router or ()), **({"adapter_routing": records} if records else {})
         )
+
+    def embed(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+        """Embedding of every token, in the compute dtype."""
+        # Whole along the embedding: looked up in a table split there, x would have to be re-split.
+        table = constrain(self.embedding[...], ("vocab_act", "embed_act"), name="embedding")
+        x = jnp.take(table, tokens, axis=0, mode="clip")
+        return constrain(x.astype(self.config.compute_dtype), _STREAM)
 
     def head_kernel(self) -> Float[Array, "embed vocab"]:
         """The output matrix in the compute dtype, whole along the embedding."""
