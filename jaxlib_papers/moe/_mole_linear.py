@@ -13,7 +13,13 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key
 
-from jaxlib_papers.moe._mole_routing import Router, lambda_head, product_in_full, route
+from jaxlib_papers.moe._mole_routing import (
+    Router,
+    gate_and_head,
+    lambda_head,
+    product_in_full,
+    route,
+)
 from jaxlib_papers.nn.adapters import AdapterParam
 from jaxlib_papers.nn.layers import dropout
 from jaxlib_papers.ops.checks import (
@@ -114,8 +120,11 @@ def mole_delta(
     rows = x.reshape(-1, width)
     dropped = dropout(rows, dropout_rate, key)
     seen, gate = as_float(rows if router.kind == "softmax" else dropped, gate)
-    u = product_in_full(seen, gate, 1)
-    lam = lambda_head(lam_params, seen, eps) if router.uses_head else None
+    lam = None
+    if router.uses_head:
+        u, lam = gate_and_head(seen, gate, lam_params, eps)
+    else:
+        u = product_in_full(seen, gate, 1)
     if router.kind == "fixed_sparsegen":
         lam = jnp.full(u.shape[:1], router.lam, u.dtype)
     p = route(u, router, lam, num_experts)

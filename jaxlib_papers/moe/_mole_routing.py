@@ -28,6 +28,7 @@ __all__ = [
     "Router",
     "check_eps",
     "fields_of",
+    "gate_and_head",
     "lambda_head",
     "lambda_interval",
     "product_in_full",
@@ -222,6 +223,28 @@ def product_in_full(x: Array, w: Array, axis: int) -> Array:
     return lax.dot_general(x, w, (((1,), (axis,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
+def _check_head(params: Mapping[str, Array] | Any, x: Array, eps: float) -> tuple[Array, ...]:
+    """The head's arrays in one dtype with x, checked."""
+    check_eps(eps)
+    x, w1, b1, w2, b2 = as_float(x, *fields_of(params, HEAD_LEAVES, "lambda head"))
+    if w1.ndim != 2 or x.ndim < 1 or w1.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"W1 has shape {w1.shape}, expected [hidden, {x.shape[-1] if x.ndim else 1}] for "
+            f"x of shape {x.shape}; use the head of this input width"
+        )
+    hidden = w1.shape[0]
+    check_shape("b1", b1, (hidden,), "[hidden]")
+    check_shape("W2", w2, (1, hidden), "[1, hidden]")
+    check_shape("b2", b2, (1,), "[1]")
+    return x, w1, b1, w2, b2
+
+
+def _lambda(h: Array, b1: Array, w2: Array, b2: Array, eps: float) -> Array:
+    """Lambda [rows] from W1 x [rows, H]."""
+    out = product_in_full(jax.nn.relu(h + b1[None]), w2[0], 0) + b2
+    return jax.nn.log_sigmoid(out) + (1 - eps)
+
+
 def lambda_head(
     params: Mapping[str, Array] | Any, x: Float[ArrayLike, "*batch D"], eps: float = 1e-2
 ) -> Float[Array, "*batch"]:
@@ -242,22 +265,40 @@ def lambda_head(
 
     Source: arXiv 2509.25684, shared lambda MLP (form of the authors' code).
     """
-    check_eps(eps)
-    w1, b1, w2, b2 = fields_of(params, HEAD_LEAVES, "lambda head")
-    x, w1, b1, w2, b2 = as_float(x, w1, b1, w2, b2)
-    if w1.ndim != 2 or x.ndim < 1 or w1.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"W1 has shape {w1.shape}, expected [hidden, {x.shape[-1] if x.ndim else 1}] for "
-            f"x of shape {x.shape}; use the head of this input width"
-        )
-    hidden = w1.shape[0]
-    check_shape("b1", b1, (hidden,), "[hidden]")
-    check_shape("W2", w2, (1, hidden), "[1, hidden]")
-    check_shape("b2", b2, (1,), "[1]")
-    flat = x.reshape(-1, x.shape[-1])
-    h = jax.nn.relu(product_in_full(flat, w1, 1) + b1[None])
-    out = product_in_full(h, w2[0], 0) + b2
-    return (jax.nn.log_sigmoid(out) + (1 - eps)).reshape(x.shape[:-1])
+    x, w1, b1, w2, b2 = _check_head(params, jnp.asarray(x), eps)
+    h = product_in_full(x.reshape(-1, x.shape[-1]), w1, 1)
+    return _lambda(h, b1, w2, b2, eps).reshape(x.shape[:-1])
+
+
+def gate_and_head(
+    x: Float[ArrayLike, "tokens D"],
+    gate: Float[ArrayLike, "E D"],
+    head: Mapping[str, Array] | Any,
+    eps: float = 1e-2,
+) -> tuple[Float[Array, "tokens E"], Float[Array, " tokens"]]:
+    """Gate logits and lambda of each token, by one product for the gate and the head's first layer.
+
+    Args:
+        x: input of the adapted linear.
+        gate: Wg.
+        head: as the parameters of `lambda_head`.
+        eps: as `lambda_head`.
+
+    Returns:
+        (u, lambda): `x @ gate.T` and `lambda_head(head, x)`, float32 (float64 if an operand is).
+
+    Raises:
+        ValueError: as `lambda_head`, or the gate has another width than x.
+
+    Source: arXiv 2509.25684, gate and shared lambda MLP of the MoLE layer.
+    """
+    x, w1, b1, w2, b2 = _check_head(head, jnp.asarray(x), eps)
+    gate = jnp.asarray(gate).astype(x.dtype)
+    check_shape("gate", gate, (*gate.shape[:1], x.shape[-1]), "[E, D of x]")
+    experts = gate.shape[0]
+    # A product with a handful of columns is slow; both read x, so they share one, and so does dx.
+    both = product_in_full(x, jnp.concatenate([gate, w1]), 1)
+    return both[:, :experts], _lambda(both[:, experts:], b1, w2, b2, eps)
 
 
 def route(

@@ -54,6 +54,7 @@ from jaxlib_papers.moe._mole_losses import (
 )
 from jaxlib_papers.moe._mole_routing import (
     Router,
+    gate_and_head,
     lambda_head,
     lambda_interval,
     route,
@@ -75,6 +76,7 @@ __all__ = [
     "active_experts",
     "adapter_arrays",
     "dynamic_load_balance",
+    "gate_and_head",
     "head_arrays",
     "inject_mole",
     "lambda_head",
