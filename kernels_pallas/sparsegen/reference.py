@@ -9,10 +9,17 @@ needs no sort and no difference of large numbers, and entries that are equal ent
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 __all__ = ["LEAST_SLACK", "project", "project_vjp"]
+
+# Up to so many entries, rows are laid along the last axis: arithmetic on whole vectors of rows,
+# where a reduction over 8 numbers would leave most of a vector empty.
+_FEW = 16
 
 LEAST_SLACK = 1e-30
 """Stands for 1 - lam where lam is 1 or more, so that the limit (the largest entries) comes out."""
@@ -22,20 +29,31 @@ def project(
     u: Float[Array, "*rows E"], lam: Float[Array, "*rows"], denom_floor: float | None
 ) -> Float[Array, "*rows E"]:
     """Projects ``u / (1 - lam)`` on the simplex; rows with NaN in them come out NaN."""
-    one = jnp.ones((), u.dtype)
-    slack = jnp.maximum(one - lam, jnp.asarray(LEAST_SLACK, u.dtype))[..., None]
-    v = u - jnp.max(u, axis=-1, keepdims=True)
-    above = jnp.sum(jnp.maximum(v[..., None, :] - v[..., :, None], jnp.zeros((), u.dtype)), axis=-1)
+    shape, axis = u.shape, _entry_axis(u)
+    if axis == 0:
+        u, lam = u.reshape(-1, shape[-1]).T, lam.reshape(-1)
+    one, zero = jnp.ones((), u.dtype), jnp.zeros((), u.dtype)
+    slack = jnp.maximum(one - lam, jnp.asarray(LEAST_SLACK, u.dtype))
+    slack = jnp.expand_dims(slack, axis)
+    v = u - jnp.max(u, axis=axis, keepdims=True)
+    if axis == 0:
+        above = functools.reduce(operator.add, (jnp.maximum(row[None] - v, zero) for row in v))
+    else:
+        above = jnp.sum(jnp.maximum(v[..., None, :] - v[..., :, None], zero), axis=-1)
     member = above < slack
-    count = jnp.sum(member, axis=-1, keepdims=True, dtype=u.dtype)
-    zero = jnp.zeros((), u.dtype)
-    tau = (jnp.sum(jnp.where(member, v, zero), axis=-1, keepdims=True) - slack) / count
+    count = jnp.sum(member, axis=axis, keepdims=True, dtype=u.dtype)
+    tau = (jnp.sum(jnp.where(member, v, zero), axis=axis, keepdims=True) - slack) / count
     denom = slack
     if denom_floor is not None:
         denom = jnp.maximum(slack, jnp.asarray(denom_floor, u.dtype))
     p = jnp.where(member, jnp.maximum(v - tau, zero), zero) / denom
     # The largest entry is always a member, unless something in the row is NaN.
-    return jnp.where(count > 0, p, jnp.full((), jnp.nan, u.dtype))
+    p = jnp.where(count > 0, p, jnp.full((), jnp.nan, u.dtype))
+    return p.T.reshape(shape) if axis == 0 else p
+
+
+def _entry_axis(u: Float[Array, "*rows E"]) -> int:
+    return 0 if u.shape[-1] <= _FEW else u.ndim - 1
 
 
 def project_vjp(
@@ -50,13 +68,17 @@ def project_vjp(
     dlam = sum_S g (p - 1/k) / (1 - lam); an entry with p = 0 gets 0. Below the floor the
     denominator is a constant: dlam = -sum_S g / (k floor). Where lam is 1 or more both are 0.
     """
+    shape, axis = p.shape, _entry_axis(p)
+    if axis == 0:
+        p, g = (a.reshape(-1, shape[-1]).T for a in (p, g))
+        lam = lam.reshape(-1)
     one, zero = jnp.ones((), p.dtype), jnp.zeros((), p.dtype)
-    slack = (one - lam)[..., None]
+    slack = jnp.expand_dims(one - lam, axis)
     member = p > 0
-    count = jnp.maximum(jnp.sum(member, axis=-1, keepdims=True, dtype=p.dtype), one)
+    count = jnp.maximum(jnp.sum(member, axis=axis, keepdims=True, dtype=p.dtype), one)
     g = jnp.where(member, g, zero)
-    mean = jnp.sum(g, axis=-1, keepdims=True) / count
-    slope = jnp.sum(g * p, axis=-1, keepdims=True) - mean
+    mean = jnp.sum(g, axis=axis, keepdims=True) / count
+    slope = jnp.sum(g * p, axis=axis, keepdims=True) - mean
     denom = jnp.where(slack > 0, slack, one)
     if denom_floor is not None:
         floor = jnp.asarray(denom_floor, p.dtype)
@@ -64,5 +86,5 @@ def project_vjp(
         denom = jnp.maximum(denom, floor)
     alive = slack > 0
     du = jnp.where(member & alive, g - mean, zero) / denom
-    dlam = jnp.where(alive, slope / denom, zero)[..., 0]
-    return du, dlam
+    dlam = jnp.squeeze(jnp.where(alive, slope / denom, zero), axis).reshape(shape[:-1])
+    return du.T.reshape(shape) if axis == 0 else du, dlam
