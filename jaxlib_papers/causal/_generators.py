@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,11 @@ from jaxlib_papers.ops.checks import check_choice, check_count, check_positive
 __all__ = ["NOISES", "ParametricData", "random_plant", "reactor9", "reactor9_strengths"]
 
 NOISES = ("laplace", "normal", "uniform")
+SHAPES = ("polynomial", "smooth")
+REACTOR_EDGES = (
+    *((0, 1), (0, 2), (1, 3), (2, 3), (2, 4), (3, 5)),
+    *((4, 5), (4, 6), (5, 8), (6, 8), (6, 7)),
+)
 
 _R3, _R5 = math.sqrt(3), math.sqrt(5)
 
@@ -62,7 +68,7 @@ def reactor9_strengths(
 
     Source: OpenReview 4bnCXOtHTm, a nine-variable reactor (reconstructed).
     """
-    check_choice("shape", shape, ("polynomial", "smooth"))
+    check_choice("shape", shape, SHAPES)
     if jnp.ndim(xi) != 2 or xi.shape[1] != 3:
         raise ValueError(f"xi has shape {jnp.shape(xi)}, expected [m, 3]")
     columns = xi.T
@@ -85,22 +91,29 @@ def reactor9_strengths(
     }
 
 
-def _run_plant(xi, edges, noise, order) -> ParametricData:
-    """Runs the structural equations in a causal order."""
-    m, n = noise.shape
-    adjacency = np.zeros((n, n), bool)
-    strengths = jnp.zeros((m, n, n), noise.dtype)
-    for (j, i), b in edges.items():
-        adjacency[i, j] = True
-        strengths = strengths.at[:, i, j].set(b)
-    columns: dict[int, Array] = {}
-    for i in order:
-        i = int(i)
-        columns[i] = noise[:, i]
-        for j in np.flatnonzero(adjacency[i]):
-            columns[i] = columns[i] + strengths[:, i, j] * columns[int(j)]
-    X = jnp.stack([columns[i] for i in range(n)], axis=1)
-    return ParametricData(X, xi, adjacency, strengths)
+@partial(jax.jit, static_argnames=("m", "noise", "shape", "correlation"))
+def _run_reactor(key, noise_scale, *, m: int, noise: str, shape: str, correlation: float):
+    """(X, xi, strengths, permutation) of the reactor, its nodes being in causal order."""
+    keys = jax.random.split(key, 3)
+    if correlation:
+        z = jax.random.normal(keys[0], (m, 4))
+        z = math.sqrt(1 - correlation) * z[:, :3] + math.sqrt(correlation) * z[:, 3:]
+        xi = 2 * jax.scipy.stats.norm.cdf(z) - 1
+    else:
+        xi = jax.random.uniform(keys[0], (m, 3), minval=-1.0, maxval=1.0)
+    e = draw_noise(keys[1], (m, 9), noise)
+    edges = reactor9_strengths(xi, shape)
+    strengths = jnp.zeros((m, 9, 9), e.dtype)
+    columns = [e[:, 0]]
+    for i in range(1, 9):
+        column = noise_scale * e[:, i]
+        for (cause, effect), b in edges.items():
+            if effect == i:
+                column = column + b * columns[cause]
+        columns.append(column)
+    for (cause, effect), b in edges.items():
+        strengths = strengths.at[:, effect, cause].set(b)
+    return jnp.stack(columns, axis=1), xi, strengths, jax.random.permutation(keys[2], 9)
 
 
 def reactor9(
@@ -140,23 +153,19 @@ def reactor9(
     check_positive("noise_scale", noise_scale)
     if not 0 <= correlation < 1:
         raise ValueError(f"correlation is {correlation}, expected a number in [0, 1)")
-    keys = jax.random.split(key, 3)
-    if correlation:
-        z = jax.random.normal(keys[0], (m, 4))
-        z = math.sqrt(1 - correlation) * z[:, :3] + math.sqrt(correlation) * z[:, 3:]
-        xi = 2 * jax.scipy.stats.norm.cdf(z) - 1
-    else:
-        xi = jax.random.uniform(keys[0], (m, 3), minval=-1.0, maxval=1.0)
-    scale = np.full((1, 9), noise_scale)
-    scale[0, 0] = 1.0
-    e = draw_noise(keys[1], (m, 9), noise)
-    data = _run_plant(xi, reactor9_strengths(xi, shape), e * jnp.asarray(scale, e.dtype), range(9))
-    if not permute:
-        return data
-    p = np.asarray(jax.random.permutation(keys[2], 9))
-    return ParametricData(
-        data.X[:, p], xi, data.adjacency[np.ix_(p, p)], data.strengths[:, p][:, :, p]
+    check_choice("noise", noise, NOISES)
+    check_choice("shape", shape, SHAPES)
+    scale = jnp.asarray(noise_scale, jnp.result_type(float))
+    X, xi, strengths, p = _run_reactor(
+        key, scale, m=m, noise=noise, shape=shape, correlation=float(correlation)
     )
+    adjacency = np.zeros((9, 9), bool)
+    for cause, effect in REACTOR_EDGES:
+        adjacency[effect, cause] = True
+    if not permute:
+        return ParametricData(X, xi, adjacency, strengths)
+    p = np.asarray(p)
+    return ParametricData(X[:, p], xi, adjacency[np.ix_(p, p)], strengths[:, p][:, :, p])
 
 
 def random_plant(
@@ -196,9 +205,10 @@ def random_plant(
     check_positive("degree", degree)
     k_xi, k_noise, k_graph = jax.random.split(key, 3)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(k_graph)).astype(np.uint32).tolist())
-    xi = jax.random.uniform(k_xi, (m, parameters), minval=-1.0, maxval=1.0)
+    xi = np.asarray(jax.random.uniform(k_xi, (m, parameters), minval=-1.0, maxval=1.0))
+    X = np.array(draw_noise(k_noise, (m, n), noise))
+    adjacency, strengths = np.zeros((n, n), bool), np.zeros((m, n, n), X.dtype)
     order = rng.permutation(n)
-    edges = {}
     for place in range(1, n):
         earlier = order[max(0, place - 12) : place]
         chance = min(1.0, degree / 2 / len(earlier))
@@ -209,5 +219,7 @@ def random_plant(
                 p = _R5 * (p * p - 1) / 2
             sign = float(rng.choice([-1.0, 1.0]))
             b = 0.75 * p if rng.random() < 0.5 else 0.7 + 0.35 * p
-            edges[int(j), int(order[place])] = sign * b
-    return _run_plant(xi, edges, draw_noise(k_noise, (m, n), noise), order)
+            i = int(order[place])
+            adjacency[i, j], strengths[:, i, j] = True, sign * b
+            X[:, i] += strengths[:, i, j] * X[:, j]
+    return ParametricData(jnp.asarray(X), jnp.asarray(xi), adjacency, jnp.asarray(strengths))

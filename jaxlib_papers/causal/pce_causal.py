@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from jaxlib_papers.causal._ci import CITest, PCTIndependence, pct_ci_test
 from jaxlib_papers.causal._estimator import PCTCD, PCTCDConfig
+from jaxlib_papers.causal._export import graph_to_dict, graph_to_graphml
 from jaxlib_papers.causal._features import interaction_features
 from jaxlib_papers.causal._fit import (
     fit_coefficients,
@@ -77,6 +78,8 @@ __all__ = [
     "fit_coefficients",
     "functional_lingam_order",
     "graph_metrics",
+    "graph_to_dict",
+    "graph_to_graphml",
     "greedy_dag",
     "hermite",
     "interaction_features",
