@@ -41,6 +41,11 @@ def test_guide_trains_a_step():
     assert names["hidden"].shape == (8, 32, 32)
 
 
+def test_kernels_page_runs():
+    names = run(ROOT / "docs" / "kernels.md")
+    assert names["out"].shape == (2, 512, 8, 64) and names["y"].shape == (100, 16)
+
+
 @pytest.mark.slow
 def test_ld_mole_page_loads_tunes_merges_and_generates():
     pytest.importorskip("gguf")
