@@ -70,6 +70,13 @@ class _Reader:
             raise self.fail(f"{name} is {value!r}, which is not implemented (only {allowed[0]!r})")
 
 
+def _layer_types(reader: _Reader) -> list[str] | None:
+    kinds = reader.config.get("layer_types")
+    if kinds is None or (isinstance(kinds, list) and all(isinstance(k, str) for k in kinds)):
+        return kinds
+    raise reader.fail(f"layer_types are {str(kinds)[:80]}, expected a list of names")
+
+
 def _rope(reader: _Reader, max_positions: int) -> tuple[float, RopeScaling | None]:
     config = reader.config
     parameters = config.get("rope_parameters")
@@ -82,7 +89,7 @@ def _rope(reader: _Reader, max_positions: int) -> tuple[float, RopeScaling | Non
         raise reader.fail(f"rope parameters are {parameters!r}, expected an object")
     nested = [v for v in parameters.values() if isinstance(v, Mapping)]
     if nested:
-        kinds = config.get("layer_types") or list(parameters)
+        kinds = _layer_types(reader) or list(parameters)
         chosen = [parameters.get(kind) for kind in sorted(set(kinds))]
         if any(not isinstance(entry, Mapping) for entry in chosen):
             raise reader.fail("rope_parameters have no entry for some of layer_types")
@@ -162,7 +169,7 @@ def _made(reader: _Reader, **values: Any) -> RopeScaling:
 def _window(reader: _Reader, num_layers: int) -> int | None:
     config = reader.config
     window = config.get("sliding_window")
-    kinds = config.get("layer_types")
+    kinds = _layer_types(reader)
     if kinds is None and config.get("use_sliding_window") and window is not None:
         # In version 4 the first max_window_layers layers see everything.
         whole = min(reader.number("max_window_layers", num_layers), num_layers)
@@ -170,7 +177,7 @@ def _window(reader: _Reader, num_layers: int) -> int | None:
     kinds = set(kinds or ["full_attention"])
     if not kinds <= {"full_attention", "sliding_attention"} or len(kinds) > 1:
         raise reader.fail(
-            f"layer_types hold {sorted(map(str, kinds))}; only one kind of attention in all layers "
+            f"layer_types hold {sorted(kinds)}; only one kind of attention in all layers "
             "is implemented"
         )
     return reader.number("sliding_window") if "sliding_attention" in kinds else None
@@ -179,8 +186,10 @@ def _window(reader: _Reader, num_layers: int) -> int | None:
 def _mixture(reader: _Reader) -> MoEConfig:
     reader.require("decoder_sparse_step", 1)
     reader.require("mlp_only_layers", [])
+    # Version 5 writes the second name and reads both.
+    name = "num_experts" if reader.config.get("num_experts") is not None else "num_local_experts"
     return MoEConfig(
-        num_experts=reader.number("num_experts"),
+        num_experts=reader.number(name),
         top_k=reader.number("num_experts_per_tok"),
         expert_dim=reader.number("moe_intermediate_size"),
         renormalize=reader.flag("norm_topk_prob"),
@@ -200,7 +209,7 @@ def config_from_json(config: Mapping[str, Any], where: str = "config.json") -> D
     """
     reader = _Reader(config, where)
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise reader.fail(
             f"model_type is {kind!r}, expected one of {', '.join(ARCHITECTURES)}; other "
             "architectures have to be converted by hand (io.names)"

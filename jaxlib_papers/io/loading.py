@@ -7,6 +7,7 @@ does not become the parameter).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -147,6 +148,16 @@ def _check_tied_head(source: TensorSource) -> None:
         )
 
 
+@functools.lru_cache(maxsize=4)
+def _abstract(config: DecoderConfig) -> tuple[nnx.GraphDef, dict[Path, Any], dict[Path, Any]]:
+    """(structure, shape of each parameter, its logical axes) of a decoder, nothing allocated."""
+    model = jax.eval_shape(lambda: DecoderLM(config, key=jax.random.key(0)))
+    graphdef, state = nnx.split(model)
+    flat = nnx.to_flat_state(state)
+    shapes = {path: variable.get_value() for path, variable in flat}
+    return graphdef, shapes, {path: v.get_metadata()["logical_axes"] for path, v in flat}
+
+
 def load_decoder(
     config: DecoderConfig,
     source: TensorSource,
@@ -185,12 +196,7 @@ def load_decoder(
         ignored.add("lm_head.weight")
     check_tensors(source, [p for parts in pieces.values() for p in parts], ignored=ignored)
 
-    model = jax.eval_shape(lambda: DecoderLM(config, key=jax.random.key(0)))
-    graphdef, state = nnx.split(model)
-    axes = {
-        path: variable.get_metadata()["logical_axes"] for path, variable in nnx.to_flat_state(state)
-    }
-    shapes = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    graphdef, shapes, axes = _abstract(config)
     if shapes.keys() != pieces.keys():
         raise AssertionError(f"names: {shapes.keys() ^ pieces.keys()} have no stored form")
 

@@ -156,7 +156,13 @@ class PretrainedTokenizer:
                 eos_token=self._names["eos"],
                 pad_token=self._names["pad"],
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+        ) as error:
             raise ValueError(f"{self._where}: the chat template fails: {error}") from error
 
     def save(self, folder: str | os.PathLike[str]) -> None:
