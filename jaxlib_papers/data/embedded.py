@@ -9,7 +9,9 @@
 
 Only core dependencies are read, so the corpus depends on the versions of Python and of those
 packages and on nothing else that happens to be installed. Within a domain files are taken in the
-order of the hash of their path, which mixes packages and gives the same choice everywhere.
+order of the hash of their path, which mixes packages and gives the same choice everywhere. A
+paragraph that an earlier document of the domain had is left out (licences and notices come many
+times), or held-out documents would be in the training text.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ __all__ = ["EMBEDDED_DOMAINS", "EmbeddedSource"]
 
 EMBEDDED_DOMAINS = ("python", "prose", "c_headers", "numbers")
 
-_FORMAT = 1
+_FORMAT = 2
 _CODE = ("flax", "jax", "optax")
 _DOCSTRINGS = ("numpy", "scipy")
 _HEADERS = ("jaxlib", "numpy", "pyarrow", "scipy")
@@ -55,6 +57,7 @@ _SKIPPED_FOLDERS = frozenset(
     "turtledemo ensurepip".split()
 )
 _MIN_DOCUMENT_BYTES = 512
+_MIN_PARAGRAPH = 60  # characters; shorter ones ("else:", "Returns") repeat without being copies
 
 
 class _Candidate(NamedTuple):
@@ -108,14 +111,12 @@ class EmbeddedSource:
         total = 0
         seen: set[bytes] = set()
         for name, read, _ in sorted(candidates, key=lambda c: (c.tier, _digest(c.name), c.name)):
-            text = _cut(read(), min(self.max_document_bytes, self.max_bytes - total))
+            limit = min(self.max_document_bytes, self.max_bytes - total)
+            text, paragraphs = _unseen(_cut(read(), limit), seen)
             size = len(text.encode("utf-8"))
-            # Licences and headers come in near-copies: keep one, or the held-out documents
-            # would be in the training set.
-            start = _digest(" ".join(text.split())[:2000])
-            if size < _MIN_DOCUMENT_BYTES or start in seen:
+            if size < _MIN_DOCUMENT_BYTES:
                 continue
-            seen.add(start)
+            seen |= paragraphs
             total += size
             yield Document(name, domain, text)
             if self.max_bytes - total < _MIN_DOCUMENT_BYTES:
@@ -130,6 +131,21 @@ class EmbeddedSource:
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8")).digest()
+
+
+def _unseen(text: str, seen: set[bytes]) -> tuple[str, set[bytes]]:
+    """The text without paragraphs in ``seen``, and the digests of those that it has."""
+    kept, digests = [], set()
+    for paragraph in text.split("\n\n"):
+        words = " ".join(paragraph.split())
+        digest = _digest(words)
+        if len(words) >= _MIN_PARAGRAPH:
+            if digest in seen:
+                continue
+            digests.add(digest)
+        kept.append(paragraph)
+    unseen = "\n\n".join(kept)
+    return (unseen if unseen == text else unseen.rstrip("\n") + "\n"), digests
 
 
 def _version(name: str) -> str | None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlib_papers.data import heldout_batches, make_pipeline, make_tokenizer, open_corpus
-from jaxlib_papers.data.embedded import EMBEDDED_DOMAINS, EmbeddedSource
+from jaxlib_papers.data.embedded import EMBEDDED_DOMAINS, EmbeddedSource, _Candidate
 from jaxlib_papers.data.pipeline import PipelineConfig
 
 
@@ -47,6 +47,27 @@ def test_documents_are_small_whole_lines_and_unlike(embedded):
     # No document is in the corpus twice, so none is in both splits.
     assert len({d.text for d in documents}) == len(documents)
     assert len({(d.domain, d.id) for d in documents}) == len(documents)
+
+
+def test_held_out_text_was_not_trained_on(embedded):
+    def lines(split, domain):
+        texts = (d.text for d in embedded.documents(split) if d.domain == domain)
+        return [line.strip() for text in texts for line in text.splitlines() if len(line) >= 30]
+
+    for domain in EMBEDDED_DOMAINS:
+        trained = set(lines("train", domain))
+        repeated = [line in trained for line in lines("heldout", domain)]
+        assert repeated and np.mean(repeated) < 0.1, domain
+
+
+def test_a_paragraph_is_kept_once():
+    notice = "Permission is hereby granted, free of charge, to any person obtaining a copy.\n" * 9
+    texts = {"a": f"{notice}\n{'first ' * 99}\n", "b": f"{'second ' * 99}\n\n{notice}"}
+    found = [_Candidate(name, lambda t=text: t) for name, text in texts.items()]
+    documents = list(EmbeddedSource(min_bytes=0)._domain("prose", found))
+    assert sum(notice.strip() in d.text for d in documents) == 1
+    assert all(d.text.endswith("\n") and len(d.text) > 500 for d in documents)
+    assert len(documents) == 2
 
 
 def test_same_in_another_process():
