@@ -16,6 +16,7 @@ from jaxlib_papers.nn.decoder import DecoderLayer, DecoderLM
 from jaxlib_papers.nn.layers import RMSNorm, SwiGLU
 from jaxlib_papers.nn.moe import MoELayer
 from jaxlib_papers.ops.rope import rope_angles
+from tests.conformance import adapter_cases
 
 __all__ = ["CASES", "Case"]
 
@@ -123,4 +124,7 @@ CASES: dict[str, Case] = {
     "DecoderLayer dense": on_stream(DecoderLayer, DENSE),
     "DecoderLM sparse": language_model(SPARSE),
     "DecoderLM with everything": language_model(EVERYTHING),
+}
+CASES |= {
+    name: Case(*parts, eager_dtypes=("float32",)) for name, parts in adapter_cases.ADAPTERS.items()
 }

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlib_papers.train.host_memory import keep_freed_memory
-from tools.bench import causal_cases, device_cases, kernel_cases, train_cases
+from tools.bench import causal_cases, device_cases, kernel_cases, mole_cases, train_cases
 from tools.bench.timing import Result
 
 CASES: dict[str, Callable[[], Iterator[Result]]] = {
@@ -26,6 +26,8 @@ CASES: dict[str, Callable[[], Iterator[Result]]] = {
     "block_sparse_attention": kernel_cases.block_sparse,
     "attention": kernel_cases.attention_speed,
     "attention_memory": kernel_cases.attention_memory,
+    "mole_routing": mole_cases.mole_routing,
+    "lora_step": mole_cases.lora_step,
     "causal_tests": causal_cases.causal_tests,
     "causal_fit50": causal_cases.causal_fit50,
     "causal_bootstrap": causal_cases.causal_bootstrap,
