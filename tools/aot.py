@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kernels_pallas.cases import Case
 
-__all__ = ["CHIPS", "Chip", "Row", "main"]
+__all__ = ["CHIPS", "H200_CONFIG", "Chip", "Row", "main"]
 
-_H200 = """
+H200_CONFIG = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -106,7 +106,7 @@ def _devices(chip: Chip) -> Sequence[Any]:
 
     options: dict[str, Any] = {}
     if chip.target == "cuda":
-        options = {"topology": "1x1x4", "target_config": _H200}
+        options = {"topology": "1x1x4", "target_config": H200_CONFIG}
     return topologies.get_topology_desc(
         platform=chip.target, topology_name=chip.topology, **options
     ).devices

@@ -1,0 +1,204 @@
+"""The planner: exact where it can be, ordered where it estimates, and clear where it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from experiments.presets import get_preset
+from jaxlib_papers.train.flops import flops_per_token
+from tools import plan
+from tools.planning import ahead, chips, collectives, estimate, job, memory
+
+
+def planned(preset="edl-3b", target="v5p:2x2x4", mesh="fsdp=16", **more):
+    return job.make_job(preset, chips.parse_target(target), mesh, **more)
+
+
+@pytest.mark.parametrize(
+    ("target", "devices"),
+    [("v5p:4x4x8", 128), ("v6e:16x16", 256), ("v5e:1x1", 1), ("h200:64", 64), ("h200:4", 4)],
+)
+def test_targets_have_their_devices(target, devices):
+    assert chips.parse_target(target).devices == devices
+
+
+def test_every_chip_has_a_source_and_positive_rates():
+    for chip in chips.CHIPS.values():
+        assert len(chip.source) > 20
+        assert min(chip.flops, chip.memory, chip.memory_rate, chip.link_rate) > 0
+        assert chip.network_rate > 0 or chip.node == 0
+
+
+def test_links_between_nodes_are_shared_by_the_ranks_of_a_node():
+    target = chips.parse_target("h200:64")
+    chip = target.chip
+    assert target.rate(1, 8) == chip.link_rate, "inside a node"
+    assert target.rate(1, 64) == 8 * chip.network_rate, "eight ports serve one ring"
+    assert target.rate(8, 8) == chip.network_rate, "one rank of a node in each ring"
+    assert chips.parse_target("v5p:4x4x8").rate(1, 128) == chips.CHIPS["v5p"].link_rate
+
+
+BAD = {
+    "unknown chip": (["--target", "v5q:2x2"], ("unknown chip 'v5q'", "v5p:", "h200:64")),
+    "unknown slice": (["--target", "v5p:3x3x3"], ("no topology '3x3x3'", "v5p:4x4x8")),
+    "odd count": (["--target", "h200:12"], ("a multiple of 8",)),
+    "mesh": (["--target", "v6e:2x2", "--mesh", "fsdp=3"], ("needs 3 devices, there are 4",)),
+    "preset": (["--preset", "edl-15c"], ("did you mean 'edl-15b'",)),
+    "parameter": (
+        ["--preset", "edl-3b", "--target", "v6e:16x16", "--mesh", "expert=128,data=2"],
+        ("not divisible by mesh axis expert",),
+    ),
+    "rows": (
+        ["--preset", "edl-3b", "--target", "v6e:16x16", "--batch", "64", "--mesh", "fsdp=256"],
+        ("micro-batch", "256"),
+    ),
+    "memory": (
+        ["--preset", "edl-15b", "--target", "v5e:2x2"],
+        ("GiB more than the usable", "--target v5e:", "--remat full"),
+    ),
+    "memory, batch": (
+        ["--preset", "edl-3b", "--target", "v6e:2x2", "--batch", "1024"],
+        ("GiB more than the usable", "--accum-steps"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_planned_is_one_clear_line_and_exit_code_two(case, capsys):
+    flags, messages = BAD[case]
+    assert plan.main(flags) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("plan: ") and error.count("\n") == 1
+    for message in messages:
+        assert message in error
+
+
+def test_what_a_refusal_proposes_fits():
+    """The flags in the message are good for a plan."""
+    with pytest.raises(chips.PlanError) as refused:
+        estimate.require_fit(planned("edl-15b", "v5e:2x2", "fsdp=4"))
+    words = str(refused.value).split()
+    target = words[words.index("--target") + 1]
+    devices = chips.parse_target(target).devices
+    estimate.require_fit(planned("edl-15b", target, f"fsdp={devices}", rows=devices, remat="full"))
+
+
+def test_state_is_exact():
+    plan = planned()
+    result = memory.estimate_memory(plan)
+    norms = sum(p.size for p in plan.parameters if "embed" not in p.logical)
+    assert result.parameters == 4 * ((plan.counts.total - norms) / 16 + norms)
+    assert result.optimizer == pytest.approx(2 * result.parameters, abs=16)
+
+
+def test_flops_are_those_of_the_trainer_and_one_device_does_its_share():
+    plan = planned(remat="none")
+    result = estimate.estimate(plan)
+    assert result.flops_per_token == flops_per_token(plan.config, 4096)
+    model = result.flops_per_token * plan.rows * plan.seq_len / 16
+    assert result.device_flops == pytest.approx(model, rel=0.01)
+    again = estimate.estimate(planned(remat="full"))
+    assert 1.2 < again.device_flops / result.device_flops < 4 / 3
+
+
+def test_an_expert_axis_repeats_attention():
+    """Rows are not split over it: each of its devices does the attention of all of them."""
+    alone = estimate.estimate(planned(remat="none"))
+    experts = estimate.estimate(planned(mesh="fsdp=4,expert=4", remat="none"))
+    assert experts.device_flops > 1.5 * alone.device_flops
+    assert any(e.axis == "expert" and e.blocking for e in experts.exchanges)
+
+
+def test_more_of_everything_takes_more_memory():
+    base = memory.estimate_memory(planned()).total
+    assert memory.estimate_memory(planned(rows=512)).total > base
+    assert memory.estimate_memory(planned(remat="none")).total > base
+    assert memory.estimate_memory(planned(remat="full")).total < base
+    assert memory.estimate_memory(planned(mesh="data=4,fsdp=4")).total > base
+
+
+def test_largest_micro_batch_is_the_largest():
+    plan = planned()
+    rows = estimate.largest_rows(plan)
+    usable = estimate.USABLE * plan.target.chip.memory
+
+    def total(n):
+        return memory.estimate_memory(dataclasses.replace(plan, rows=16 * n)).total
+
+    assert rows > 0 and total(rows) <= usable < total(rows + 1)
+
+
+def test_alternatives_fit_divide_and_come_in_order():
+    plan = planned()
+    others = estimate.alternatives(plan, most=20)
+    assert len(others) > 5 and all(e.fits for e in others)
+    assert [e.seconds for e in others] == sorted(e.seconds for e in others)
+    for e in others:
+        sizes = dataclasses.astuple(e.job.mesh)
+        assert jax.numpy.prod(jax.numpy.array(sizes)) == 16
+    assert "fsdp=16" in {e.job.mesh_text for e in others}
+
+
+def test_collectives_vanish_on_one_device_and_data_parallelism_sums_gradients_once():
+    assert collectives.list_collectives(planned(target="v5p:2x2x1", mesh="data=4"))
+    one = planned("tiny", "v5e:1x1", "data=1")
+    assert collectives.list_collectives(one) == ()
+    (only,) = collectives.list_collectives(planned("tiny", "v5e:2x2", "data=4"))
+    held = sum(p.size for p in one.parameters)
+    assert (only.kind, only.axis) == ("all-reduce", "data")
+    assert only.bytes == pytest.approx(held * 4 * 2 * 3 / 4)
+
+
+def test_compiled_programs_are_counted_with_their_loops():
+    text = """
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %ag = f32[16,4]{1,0} all-gather(%x), dimensions={0}
+}
+%cond (p: (s32[], f32[8])) -> pred[] {
+}
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %w = (s32[], f32[8]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %ar = (bf16[10]{0}, bf16[2]{0}) all-reduce(%a, %b), to_apply=%cond
+  %s = (f32[4]{0}, f32[8]{0}) all-gather-start(%a), dimensions={0}
+}
+"""  # noqa: E501
+    sizes, counts = ahead.collectives_in_hlo(text)
+    assert counts == {"all-gather": 4, "all-reduce": 1}
+    assert sizes == {"all-gather": 3 * 16 * 4 * 4 + 8 * 4, "all-reduce": 24}
+
+
+def test_step_that_is_compiled_is_the_trainers():
+    """Lowered for devices that are here: the same entries as a training step, and it compiles."""
+    plan = planned("tiny", "v5e:1x1", "data=1", rows=2, seq_len=16)
+    lowered = ahead.lower_step(plan, jax.devices()[:1])
+    assert lowered.compile().memory_analysis().argument_size_in_bytes > 12 * plan.counts.total
+
+
+def test_command_prints_and_writes_the_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "tools.plan", "--preset", "edl-8b", "--target", "h200:64"]
+    done = subprocess.run(
+        [*command, "--mesh", "fsdp=16,tensor=4", "--alternatives", "2", "--json", str(path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "largest micro-batch",
+        "all-reduce",
+        "tensor",
+        "MFU",
+        "limited by",
+        "the fastest",
+    ):
+        assert words in done.stdout
+    written = json.loads(path.read_text())
+    assert written["mesh"] == "fsdp=16,tensor=4" and len(written["alternatives"]) == 2
+    assert 0 < written["mfu_serial"] <= written["mfu"] < 1
+    assert get_preset("edl-8b").batch == 256

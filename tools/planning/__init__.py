@@ -1,0 +1,1 @@
+"""Plans of a training run for machines that need not be there; the program is `tools.plan`."""
