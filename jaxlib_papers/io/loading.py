@@ -153,7 +153,7 @@ def _abstract(config: DecoderConfig) -> tuple[nnx.GraphDef, dict[Path, Any], dic
     """(structure, shape of each parameter, its logical axes) of a decoder, nothing allocated."""
     model = jax.eval_shape(lambda: DecoderLM(config, key=jax.random.key(0)))
     graphdef, state = nnx.split(model)
-    flat = nnx.to_flat_state(state)
+    flat = [(tuple(map(str, path)), variable) for path, variable in nnx.to_flat_state(state)]
     shapes = {path: variable.get_value() for path, variable in flat}
     return graphdef, shapes, {path: v.get_metadata()["logical_axes"] for path, v in flat}
 

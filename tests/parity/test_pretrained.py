@@ -11,8 +11,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlib_papers.io.peft import load_peft, save_peft
 from jaxlib_papers.io.pretrained import find_model, load_pretrained, save_pretrained
 from jaxlib_papers.nn.generate import generate, pad_prompts, unstack_layers
+from jaxlib_papers.nn.lora import LoRAConfig, inject_lora, lora_projections
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch", exc_type=ImportError)
@@ -174,3 +176,25 @@ def test_smollm2_exported(tmp_path):
     got = their_logits(rival.eval(), tokens)[0, -1]
     np.testing.assert_allclose(got[[7042, 260, 4528]], [17.3713, 14.8886, 13.2450], atol=2e-3)
     np.testing.assert_allclose(got, our_logits(model, tokens)[0, -1], atol=2e-3)
+
+
+@pytest.mark.parametrize("targets", [None, ("query", "out", "head")], ids=["all", "tied head"])
+def test_adapters(tmp_path, targets):
+    """LoRA factors written here give PEFT the logits that they give here."""
+    peft = pytest.importorskip("peft", exc_type=ImportError)
+    rival = their_model("qwen3, tied")
+    rival.save_pretrained(tmp_path / "base")
+    base = load_pretrained(tmp_path / "base").model
+    adapted = inject_lora(base, LoRAConfig(rank=4, targets=targets), key=jax.random.key(0))
+    for adapter in lora_projections(adapted).values():
+        noise = 0.1 * np.random.default_rng(0).normal(size=adapter.lora_b.shape)
+        adapter.lora_b = adapter.lora_b.replace(noise.astype(np.float32))
+    save_peft(tmp_path / "adapter", adapted)
+    tokens = np.random.default_rng(0).integers(0, 61, (2, 20)).astype(np.int32)
+    with_factors = peft.PeftModel.from_pretrained(rival, str(tmp_path / "adapter")).eval()
+    want = their_logits(with_factors, tokens)
+    assert np.abs(want - our_logits(base, tokens)).max() > 0.1
+    close(our_logits(adapted, tokens), want)
+
+    with_factors.save_pretrained(tmp_path / "again")
+    close(our_logits(load_peft(tmp_path / "again", base), tokens), want)
