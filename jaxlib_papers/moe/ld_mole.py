@@ -52,6 +52,7 @@ from jaxlib_papers.moe._mole_losses import (
     router_sparsity,
     sparsity_loss,
 )
+from jaxlib_papers.moe._mole_objective import MoLELossConfig, mole_auxiliary, mole_objective
 from jaxlib_papers.moe._mole_routing import (
     Router,
     gate_and_head,
@@ -68,6 +69,7 @@ __all__ = [
     "LambdaHead",
     "MoLEConfig",
     "MoLELinear",
+    "MoLELossConfig",
     "MoLEOutput",
     "MoLEParams",
     "MoLEProjection",
@@ -84,8 +86,10 @@ __all__ = [
     "lambda_penalty",
     "load_mole",
     "mola_layout",
+    "mole_auxiliary",
     "mole_delta",
     "mole_linear",
+    "mole_objective",
     "mole_params",
     "mole_partition",
     "relu_l1_penalty",

@@ -281,3 +281,53 @@ def test_refusals(base, adapted):
         m.with_mole(base, params, CFG)
     with pytest.raises(ValueError, match="has shape"):
         m.with_mole(base, m.inject_mole(base, dataclasses.replace(CFG, rank=3)), CFG)
+
+
+def packed() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(5)
+    segments = np.ones((2, 6), np.int32)
+    segments[1, 4:] = 0
+    return {
+        "tokens": TOKENS,
+        "targets": jnp.asarray(rng.integers(0, 29, (2, 6)), jnp.int32),
+        "loss_mask": jnp.asarray((segments > 0) & (np.arange(6) > 1)),
+        "segment_ids": jnp.asarray(segments),
+        "positions": jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (2, 6)),
+    }
+
+
+def test_objective_is_the_sum_of_its_terms(adapted):
+    batch = packed()
+    coef = m.MoLELossConfig(alpha=0.3, beta=0.2, k=1, gamma_z=0.01, lam_coef=0.05, smoothing=0.1)
+    objective = m.mole_objective(coef)
+
+    @jax.jit
+    def run(model, batch):
+        total, metrics = objective.loss(model, batch, None, objective.count(batch))
+        out = model(batch["tokens"], segment_ids=batch["segment_ids"])
+        return total, metrics, jax.nn.log_softmax(model.logits(out.hidden)), out.adapter_routing
+
+    total, metrics, log_probs, routing = run(adapted, batch)
+    log_probs, mask = np.asarray(log_probs), np.asarray(batch["loss_mask"])
+    own = np.take_along_axis(log_probs, np.asarray(batch["targets"])[..., None], -1)[..., 0]
+    smoothed = -(0.9 * own + 0.1 * log_probs.mean(-1))[mask].mean()
+    np.testing.assert_allclose(metrics["lm_loss"], smoothed, rtol=1e-5)
+    valid = np.asarray(batch["segment_ids"]) > 0
+    active = np.mean([np.asarray(m.active_experts(r.p))[:, valid].mean() for r in routing.values()])
+    np.testing.assert_allclose(metrics["active_experts"], active, rtol=1e-5)
+    terms = (
+        smoothed + 0.3 * metrics["load_balance"] + 0.2 * metrics["sparsity"]
+        + 0.01 * metrics["router_z"] + 0.05 * metrics["lambda_penalty"]
+    )  # fmt: skip
+    np.testing.assert_allclose(total, terms, rtol=1e-5)
+
+
+def test_objective_refuses_models_without_lambda(base):
+    batch = packed()
+    with pytest.raises(ValueError, match="no LoRA experts"):
+        m.mole_auxiliary({}, None, m.MoLELossConfig())
+    routing = m.MoLERouting(jnp.ones((1, 2, 6, 4)) / 4, jnp.ones((1, 2, 6, 4)), None)
+    with pytest.raises(ValueError, match="need lambda"):
+        m.mole_auxiliary({"query": routing}, batch["segment_ids"] > 0, m.MoLELossConfig(beta=0.1))
+    with pytest.raises(ValueError, match="alpha"):
+        m.MoLELossConfig(alpha=-1.0)
