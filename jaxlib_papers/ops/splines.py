@@ -13,6 +13,7 @@ Source: Durkan et al., "Neural Spline Flows", arXiv 1906.04032, eqs. 4-8 and sec
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -113,8 +114,15 @@ def rational_quadratic_spline(
     check_shape("w", w, (*x.shape, bins), "[*x.shape, bins]")
     check_shape("h", h, w.shape, "the shape of w")
     check_shape("d", d, (*x.shape, bins - 1), "[*x.shape, bins - 1], slopes at inner knots")
-    bound = float(tail_bound)
+    return _spline(x, w, h, d, inverse=bool(inverse), bound=float(tail_bound))
 
+
+@functools.partial(jax.jit, static_argnames=("inverse", "bound"))
+def _spline(
+    x: Array, w: Array, h: Array, d: Array, *, inverse: bool, bound: float
+) -> tuple[Array, Array]:
+    """The map itself; compiled as one, since its small operations cost most one by one."""
+    bins = w.shape[-1]
     inside = (x >= -bound) & (x <= bound)
     at = jnp.where(inside, x, jnp.zeros_like(x))
     xs, widths = _knots([w[..., k] for k in range(bins)], bound)

@@ -16,7 +16,7 @@ from jaxlib_papers.nn.decoder import DecoderLayer, DecoderLM
 from jaxlib_papers.nn.layers import RMSNorm, SwiGLU
 from jaxlib_papers.nn.moe import MoELayer
 from jaxlib_papers.ops.rope import rope_angles
-from tests.conformance import adapter_cases
+from tests.conformance import adapter_cases, flow_cases
 
 __all__ = ["CASES", "Case"]
 
@@ -125,6 +125,13 @@ CASES: dict[str, Case] = {
     "DecoderLM sparse": language_model(SPARSE),
     "DecoderLM with everything": language_model(EVERYTHING),
 }
+for _name in (*flow_cases.FLOWS, *flow_cases.NETWORKS):
+    CASES[_name] = Case(
+        getattr(flow_cases, _name),
+        flow_cases.make(_name),
+        flow_cases.call_flow if _name in flow_cases.FLOWS else flow_cases.call_network(_name),
+        eager_dtypes=("float32",),
+    )
 CASES |= {
     name: Case(*parts, eager_dtypes=("float32",)) for name, parts in adapter_cases.ADAPTERS.items()
 }
