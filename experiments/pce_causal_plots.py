@@ -11,10 +11,20 @@ import numpy as np
 from experiments import harness
 from jaxlib_papers.causal.pce_causal import CausalGraph
 
-__all__ = ["draw_graph"]
+__all__ = ["draw_graph", "drivers"]
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
 STEADY = "0.45"
+
+
+def drivers(graph: CausalGraph, i: int, j: int) -> tuple[int, ...]:
+    """Parameters behind an edge: none, the dominant one, or two that only act together."""
+    sobol = graph.sobol(i, j)
+    if sobol.dominant < 0:
+        return ()
+    if sobol.first.sum() >= 0.5:
+        return (sobol.dominant,)
+    return tuple(int(k) for k in np.argsort(-sobol.total)[:2])
 
 
 def _places(graph: CausalGraph) -> dict[int, tuple[float, float]]:
@@ -38,8 +48,8 @@ def _places(graph: CausalGraph) -> dict[int, tuple[float, float]]:
 
 
 def _colour(graph: CausalGraph, i: int, j: int) -> str:
-    dominant = graph.sobol(i, j).dominant
-    return COLOURS[dominant % len(COLOURS)] if dominant >= 0 else STEADY
+    behind = drivers(graph, i, j)
+    return COLOURS[behind[0] % len(COLOURS)] if len(behind) == 1 else STEADY
 
 
 def _draw_arrows(ax, graph: CausalGraph) -> None:
@@ -75,6 +85,7 @@ def _draw_arrows(ax, graph: CausalGraph) -> None:
         ax.plot([], [], color=COLOURS[k % len(COLOURS)], lw=3, label=f"driven by {name}")[0]
         for k, name in enumerate(graph.parameters)
     ]
+    handles += ax.plot([], [], color=STEADY, lw=3, label="by several together, or steady")
     ax.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=9)
     ax.set_title(
         "cause → effect; width: strength, colour: the parameter that drives it", fontsize=10
@@ -119,16 +130,23 @@ def draw_graph(
             ax.axis("off")
             continue
         i, j = shown[k]
-        main = max(graph.sobol(i, j).dominant, 0)
+        main, *others = drivers(graph, i, j) or (0,)
         settings = np.tile(np.median(xi, axis=0), (81, 1))
         settings[:, main] = np.linspace(xi[:, main].min(), xi[:, main].max(), 81)
-        band, colour = graph.bands(i, j, settings, units=units), _colour(graph, i, j)
         ax.axhline(0, color="0.7", lw=0.8)
-        ax.fill_between(settings[:, main], band.lower, band.upper, color=colour, alpha=0.25, lw=0)
-        ax.plot(settings[:, main], band.strength, color=colour, lw=1.6)
-        if truth is not None and (true := truth(i, j, settings)) is not None:
-            ax.plot(settings[:, main], true, "k--", lw=0.9)
-        ax.set_title(f"{graph.names[j]} → {graph.names[i]}", fontsize=9)
+        title, colour = f"{graph.names[j]} → {graph.names[i]}", _colour(graph, i, j)
+        for level, share in ((0.05, 0.3), (0.95, 1.0)) if others else ((0.5, 1.0),):
+            at = settings.copy()
+            if others:
+                at[:, others[0]] = np.quantile(xi[:, others[0]], level)
+            band = graph.bands(i, j, at, units=units)
+            ax.fill_between(at[:, main], band.lower, band.upper, color=colour, alpha=0.25, lw=0)
+            ax.plot(at[:, main], band.strength, color=colour, lw=1.0 + share)
+            if truth is not None and (true := truth(i, j, at)) is not None:
+                ax.plot(at[:, main], true, "k--", lw=0.9)
+        if others:
+            title += f"\n{graph.parameters[others[0]]} low: thin, high: thick"
+        ax.set_title(title, fontsize=9)
         ax.set_xlabel(graph.parameters[main], fontsize=8)
         ax.tick_params(labelsize=7)
         if k % columns == 0:

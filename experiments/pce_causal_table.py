@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.pce_causal_plots import draw_graph
+from experiments.pce_causal_plots import draw_graph, drivers
 from jaxlib_papers.causal.pce_causal import (
     PCTCD,
     PCTCDConfig,
@@ -132,8 +132,10 @@ def fit_table(
     table = Table("edge", "mean strength [95 %]", "probability", "driven by", "its share", "norm")
     for edge in (content := graph_to_dict(graph, resampled))["edges"]:
         low, high = edge["mean_low"], edge["mean_high"]
-        driver = edge["dominant_parameter"]
-        share = max(edge["sobol_first"], default=0.0)
+        i, j = names.index(edge["effect"]), names.index(edge["cause"])
+        behind = drivers(graph, i, j)
+        driver = " with ".join(chosen[k] for k in behind)
+        share = max(edge["sobol_first"]) if len(behind) == 1 else 1 - sum(edge["sobol_first"])
         table.add_row(
             f"{edge['cause']} → {edge['effect']}",
             f"{edge['mean_strength']:+.3f} [{low:+.3f}, {high:+.3f}]",

@@ -64,8 +64,8 @@ def natural_gradient_step(
     check_nonnegative("e_reg", e_reg)
     if features.shape[1] == 0:
         return theta
-    eta, e_reg = (jnp.asarray(v, theta.dtype) for v in (eta, e_reg))
-    return _step(theta, features, x, eta, e_reg)
+    numbers = (jnp.asarray(v, theta.dtype) for v in (eta, e_reg))
+    return _step(theta, features, x, *numbers)
 
 
 @jax.jit
