@@ -1,0 +1,1 @@
+"""Papers on uncertainty, one module each."""
