@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlib_papers.train.host_memory import keep_freed_memory
-from tools.bench import causal_cases, device_cases, kernel_cases, mole_cases, train_cases
+from tools.bench import (
+    causal_cases,
+    device_cases,
+    flow_cases,
+    kernel_cases,
+    mole_cases,
+    train_cases,
+)
 from tools.bench.timing import Result
 
 CASES: dict[str, Callable[[], Iterator[Result]]] = {
@@ -31,6 +38,9 @@ CASES: dict[str, Callable[[], Iterator[Result]]] = {
     "causal_tests": causal_cases.causal_tests,
     "causal_fit50": causal_cases.causal_fit50,
     "causal_bootstrap": causal_cases.causal_bootstrap,
+    "flow_fit": flow_cases.flow_fit,
+    "spline": flow_cases.spline,
+    "flow_regions": flow_cases.flow_regions,
 }
 
 
