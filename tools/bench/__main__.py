@@ -16,6 +16,7 @@ from tools.bench import (
     device_cases,
     flow_cases,
     kernel_cases,
+    lm_cases,
     mole_cases,
     train_cases,
 )
@@ -35,6 +36,7 @@ CASES: dict[str, Callable[[], Iterator[Result]]] = {
     "attention_memory": kernel_cases.attention_memory,
     "mole_routing": mole_cases.mole_routing,
     "lora_step": mole_cases.lora_step,
+    "language_model": lm_cases.language_model,
     "causal_tests": causal_cases.causal_tests,
     "causal_fit50": causal_cases.causal_fit50,
     "causal_bootstrap": causal_cases.causal_bootstrap,
