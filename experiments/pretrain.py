@@ -10,8 +10,9 @@ Examples:
   python -m experiments.pretrain --preset edl-3b --mesh fsdp=64,expert=4 --data jsonl:/data/corpus
   --tokenizer tokenizer.json --run-dir /checkpoints/edl-3b
 
-Exit codes: 0 finished; 75 stopped by a signal after saving (start again to go on); 2 wrong flags,
-data or directory; 1 failed while training.
+Exit codes: 0 finished; 75 stopped by a signal after saving (start again to go on); 76 another
+process of the run is gone (start all again to go on); 2 wrong flags, data or directory; 1 failed
+while training.
 """
 
 from __future__ import annotations
@@ -148,6 +149,8 @@ class ReportFlags:
     """Keep checkpoints at multiples of this for ever."""
     max_skipped: int = 10
     """Steps in a row with non-finite loss or gradient that end the run."""
+    profile: int = 0
+    """Steps to trace for TensorBoard's profiler, after the first two; 0 = none."""
     peak_tflops: OptionalFloat = None
     """Peak of one device, for MFU; known accelerators have a table, others are measured."""
 
@@ -204,7 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse(argv)
     _quiet()
     # Imported after parsing: --help should not wait for JAX.
-    from experiments import pretrain_plan, pretrain_run
+    import jax
+
+    from experiments import pretrain_dirs, pretrain_plan, pretrain_run
     from jaxlib_papers.train.checkpoint import CheckpointError
     from jaxlib_papers.train.host_memory import keep_freed_memory
     from jaxlib_papers.train.loop import NonFiniteError
@@ -220,7 +225,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     try:
         finished = run.train()
-    except (CheckpointError, NonFiniteError, OSError) as error:
+    except (CheckpointError, NonFiniteError, OSError, jax.errors.JaxRuntimeError) as error:
+        if jax.process_count() > 1 and pretrain_dirs.lost_process(error):
+            pretrain_dirs.leave_alone(error)
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            raise
         return _fail(error, 1)
     return 0 if finished else PREEMPTED_EXIT_CODE
 

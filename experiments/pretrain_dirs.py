@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -18,7 +19,18 @@ from jaxlib_papers.train.resume import ResumeMode
 if TYPE_CHECKING:
     from experiments.pretrain import LaunchFlags, PretrainFlags
 
-__all__ = ["RUNS", "open_run_directory", "several_processes", "start_processes"]
+__all__ = [
+    "LOST_PROCESS_EXIT_CODE",
+    "RUNS",
+    "leave_alone",
+    "lost_process",
+    "open_run_directory",
+    "several_processes",
+    "start_processes",
+]
+
+LOST_PROCESS_EXIT_CODE = 76
+"""Exit code where another process of the run died: start all of them again."""
 
 RUNS = pathlib.Path("runs")
 _STAMP = "%Y%m%d-%H%M%S"
@@ -60,6 +72,32 @@ def start_processes(flags: LaunchFlags) -> None:
         flags.distributed == "auto" and several_processes(os.environ)
     ):
         jax.distributed.initialize()
+
+
+def lost_process(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, says that another process cannot be reached."""
+    signs = ("connection closed", "connection reset", "connection refused", "timed out", "gloo",
+             "unavailable", "deadline_exceeded", "heartbeat", "broken pipe", "shutting down",
+             "nccl", "coordination", "aborted")  # fmt: skip
+    while error is not None:
+        text = str(error).lower()
+        if isinstance(error, RuntimeError) and any(sign in text for sign in signs):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def leave_alone(error: BaseException) -> None:
+    """Ends this process at once: the usual way out would wait for the process that is gone."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    print(
+        f"pretrain: process {jax.process_index()} of {jax.process_count()} stops: another process "
+        f"of the run is gone ({line}); start all of them again with the same --run-dir",
+        file=sys.stderr,
+        flush=True,
+    )
+    sys.stdout.flush()
+    os._exit(LOST_PROCESS_EXIT_CODE)
 
 
 def open_run_directory(flags: PretrainFlags) -> tuple[pathlib.Path, ResumeMode]:

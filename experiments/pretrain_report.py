@@ -20,7 +20,7 @@ from jaxlib_papers.train.metrics import read_records
 if TYPE_CHECKING:
     from experiments.pretrain_run import Run
 
-__all__ = ["announce", "evaluation_line", "finish", "former_summary", "note"]
+__all__ = ["alarm_line", "announce", "evaluation_line", "finish", "former_summary", "note"]
 
 
 def _print(*lines: Any) -> None:
@@ -71,6 +71,16 @@ def evaluation_line(step: int, evaluation: Evaluation) -> str:
     losses = list(evaluation.losses.items())[:8]
     text = f"held-out after step {step}: " + ", ".join(f"{n} {v:.3f}" for n, v in losses)
     return text if evaluation.mean_jsd is None else f"{text}; mean JSD {evaluation.mean_jsd:.4f}"
+
+
+def alarm_line(step: int, alarm: dict[str, Any]) -> str:
+    """One line for an alarm."""
+    if alarm["alarm"] == "dead_expert":
+        return f"step {step}: nothing reaches expert {alarm['expert']} of layer {alarm['layer']}"
+    return (
+        f"step {step}: {alarm['of']} jumped to {alarm['value']:.4g} "
+        f"(median before {alarm['median']:.4g})"
+    )
 
 
 def former_summary(directory: pathlib.Path, names: Collection[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import platform
+import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from jax.sharding import Mesh
 
 from experiments import pretrain_dirs, pretrain_report, pretrain_settings
 from experiments.pretrain_plan import check_batch_fits
+from experiments.pretrain_profile import profiled
 from experiments.pretrain_settings import Settings
 from jaxlib_papers.data import Corpus, heldout_batches, make_pipeline, open_corpus
 from jaxlib_papers.data.mixture import normalised_weights
@@ -28,7 +30,8 @@ from jaxlib_papers.moe.expert_divergence import (
     expert_divergence_objective,
 )
 from jaxlib_papers.nn.decoder import DecoderLM
-from jaxlib_papers.train.checkpoint import Checkpointer
+from jaxlib_papers.train.alarms import Alarms
+from jaxlib_papers.train.checkpoint import Checkpointer, CheckpointError, Restored
 from jaxlib_papers.train.evaluate import Evaluation, evaluate_domains, make_domain_eval_step
 from jaxlib_papers.train.flops import count_parameters, flops_per_token
 from jaxlib_papers.train.loop import LoopHooks, train_loop
@@ -45,6 +48,7 @@ from jaxlib_papers.train.state import (
     init_state,
 )
 from jaxlib_papers.train.step import make_train_step
+from jaxlib_papers.train.step_times import StepTimes
 from jaxlib_papers.train.throughput import Throughput, peak_flops
 
 if TYPE_CHECKING:
@@ -113,8 +117,14 @@ class Run:
             guard = stack.enter_context(PreemptionGuard())
             bar = stack.enter_context(ProgressBar(settings.loop.total_steps, start=self.start_step))
 
+            writer.write(self.start_step, "attempt", {"began": time.time()})
+            times, alarms = StepTimes(), Alarms()
+
             def log(step: int, values: dict[str, Any]) -> None:
                 writer.write(step, "train", values)
+                for alarm in alarms.check(values):
+                    writer.write(step, "alarm", alarm)
+                    bar.print(pretrain_report.alarm_line(step, alarm))
                 bar.update(step, pretrain_report.note(values))
 
             def evaluate(step: int, state: TrainState) -> None:
@@ -125,8 +135,10 @@ class Run:
             def save(step: int, state: TrainState, data_state: Any) -> None:
                 self.checkpointer.save(step, state, data_state=data_state, config=self.identity)
 
+            left = settings.loop.total_steps - self.start_step
+            step_fn = profiled(self.step_fn, self.directory, self.flags.report.profile, left=left)
             result = train_loop(
-                self.step_fn,
+                step_fn,
                 self.state,
                 self.batches,
                 settings.loop,
@@ -142,6 +154,7 @@ class Run:
                 evaluate_first=self._evaluation_is_due(),
                 tokens_per_step=settings.pipeline.global_batch * settings.pipeline.seq_len,
                 throughput=watch,
+                times=times,
             )
             # The step function has donated the first state's buffers.
             self.state = result.state
@@ -154,8 +167,13 @@ class Run:
                 return False
             if result.step not in evaluations:
                 evaluations[result.step] = evaluator(result.state)
+        seconds = time.perf_counter() - began
+        trained = times.total()["seconds_compute"] - result.compile_seconds
         summary = {
-            "seconds": round(time.perf_counter() - began, 1),
+            "seconds": round(seconds, 1),
+            # Of this attempt; over all attempts see tools.report.
+            "goodput": round(max(trained, 0.0) / seconds, 4),
+            **{name: round(value, 4) for name, value in times.shares().items()},
             "compile_seconds": round(result.compile_seconds, 1),
             **result.rates,
             "peak_flops": peak.total,
@@ -289,9 +307,9 @@ def prepare(flags: PretrainFlags) -> Run:
         state = init_state(model, optimizer, key, mesh=mesh)
     else:
         check_config(checkpointer.read_config(start), identity)
-        restored = checkpointer.restore(target, start)
+        restored = _restore(checkpointer, target, start, mode)
         batches.set_state(restored.data_state)
-        state = restored.state
+        state, start = restored.state, restored.step
     if jax.process_index() == 0:
         _write_config(directory, flags, settings, corpus, identity, mesh)
     return Run(
@@ -308,6 +326,22 @@ def prepare(flags: PretrainFlags) -> Run:
         checkpointer=checkpointer,
         identity=identity,
     )
+
+
+def _restore(checkpointer: Checkpointer, target: Any, step: int, mode: str) -> Restored:
+    """Restores a step; if it is damaged and the mode is "auto", the one before it."""
+    first: CheckpointError | None = None
+    while True:
+        try:
+            return checkpointer.restore(target, step)
+        except CheckpointError as error:
+            first = first or error
+            earlier = [number for number in checkpointer.steps() if number < step]
+            if mode != "auto" or not earlier:
+                raise first from None
+            print(f"pretrain: {error}; going on from step {earlier[-1]}", file=sys.stderr)
+            checkpointer.set_aside(step)
+            step = earlier[-1]
 
 
 def _write_config(

@@ -12,6 +12,8 @@ What this layer adds to Orbax, and why:
   start, so that the next save at the same number succeeds instead of being skipped.
 * **Nothing is cast.** Orbax restores float32 into a bfloat16 target without a word. Here keys,
   shapes and dtypes are compared before a byte is read, and every difference is named.
+* **Damage is noticed.** Beside the arrays lies a sum of the bits of each, which is the same on any
+  mesh; an array whose bits changed on disk is an error and not a slightly different model.
 * **Errors say what is still good.** A save that fails (full disk, lost mount) raises
   :class:`CheckpointError` with the last complete step, which is never deleted before its
   successor is committed.
@@ -24,6 +26,7 @@ unreadable. Random keys are refused: they are derived from seed and step
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -212,7 +215,9 @@ class Checkpointer:
                 "resume from the last step or use another run directory"
             )
         leaves, _ = flatten_state(state)
-        meta = {"format": _FORMAT, "step": step, "data": data_state, "config": config}
+        sums = _bit_sums(leaves)
+        meta = {"format": _FORMAT, "step": step, "data": data_state, "config": config, "sums": sums}
+        meta["digest"] = _digest(meta)
         self._pending = step
         try:
             self._manager.save(
@@ -268,15 +273,35 @@ class Checkpointer:
             wanted = {name: _abstract(leaf) for name, leaf in leaves.items()}
             args = {_STATE: ocp.args.StandardRestore(wanted), _META: ocp.args.JsonRestore()}
             restored = self._manager.restore(step, args=ocp.args.Composite(**args))
+            meta = restored[_META]
         except CheckpointMismatchError:
             raise
-        except (OSError, ValueError, RuntimeError) as error:
+        # The last two come out of metadata that changed on disk.
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"checkpoint {self.directory / str(step)} cannot be read: {_first_line(error)}"
             ) from error
-        state = jax.tree.unflatten(treedef, [restored[_STATE][name] for name in leaves])
-        meta = restored[_META]
+        arrays = {name: restored[_STATE][name] for name in leaves}
+        sums = _bit_sums(arrays)
+        expected = meta.get("sums", {})  # earlier versions wrote none
+        damaged = [name for name in arrays if name in expected and sums[name] != expected[name]]
+        if damaged:
+            raise CheckpointError(
+                f"checkpoint {self.directory / str(step)} is damaged: the bits of "
+                f"{', '.join(damaged[:5])} are not those that were saved ({len(damaged)} arrays)"
+            )
+        state = jax.tree.unflatten(treedef, list(arrays.values()))
         return Restored(step, state, meta["data"], meta["config"])
+
+    def set_aside(self, step: int) -> None:
+        """Takes a step that cannot be read out of the way; it is kept as ``damaged-<step>``.
+
+        All processes call it. The next save at the same number succeeds.
+        """
+        if jax.process_index() == 0:
+            self._rename(self.directory / str(step), f"damaged-{step}")
+        _barrier("checkpoint-set-aside")
+        self._manager.reload()
 
     def read_config(self, step: int) -> Any:
         """Configuration that a complete step was saved with, without reading its arrays."""
@@ -307,11 +332,14 @@ class Checkpointer:
         for path in list(self.directory.iterdir()):
             if not path.name.isdigit() or _is_complete(path):
                 continue
-            target, n = self.directory / f"incomplete-{path.name}", 1
-            while target.exists():
-                n += 1
-                target = self.directory / f"incomplete-{path.name}-{n}"
-            path.rename(target)
+            self._rename(path, f"incomplete-{path.name}")
+
+    def _rename(self, path: epath.Path, name: str) -> None:
+        target, n = self.directory / name, 1
+        while target.exists():
+            n += 1
+            target = self.directory / f"{name}-{n}"
+        path.rename(target)
 
 
 def _is_complete(path: epath.Path) -> bool:
@@ -325,8 +353,36 @@ def _is_complete(path: epath.Path) -> bool:
         and commit.get("commit_timestamp_nsecs") is not None
         and isinstance(meta, dict)
         and meta.get("format") == _FORMAT
+        and meta.get("digest", _digest(meta)) == _digest(meta)
         and (path / _STATE / "_METADATA").exists()
     )
+
+
+def _digest(meta: Mapping[str, Any]) -> str:
+    """Of everything beside the arrays; earlier versions wrote none."""
+    content = {name: value for name, value in meta.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _bit_sums(leaves: Mapping[str, Any]) -> dict[str, int]:
+    """Sum of the bits of each array as unsigned words, modulo 2**32: no order, no mesh.
+
+    Each process reads its own shards; of shards that are held several times, one counts.
+    """
+
+    def of_words(x: np.ndarray) -> int:
+        x = np.ascontiguousarray(x).reshape(-1)
+        return int(x.view(f"u{min(x.dtype.itemsize, 4)}").sum(dtype=np.uint32))
+
+    def one(x: Any) -> int:
+        if not isinstance(x, jax.Array):
+            return of_words(np.asarray(x)) if jax.process_index() == 0 else 0
+        return sum(of_words(np.asarray(s.data)) for s in x.addressable_shards if s.replica_id == 0)
+
+    sums = np.array([one(x) % 2**32 for x in leaves.values()], np.uint32)
+    if jax.process_count() > 1:
+        sums = np.asarray(multihost_utils.process_allgather(sums)).sum(axis=0, dtype=np.uint32)
+    return dict(zip(leaves, sums.tolist(), strict=True))
 
 
 def _check_arrays(target: Mapping[str, Any], stored: Mapping[str, Any], where: Any) -> None:

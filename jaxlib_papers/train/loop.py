@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxlib_papers.train.step_times import StepTimes
 from jaxlib_papers.train.throughput import Throughput
 
 __all__ = ["LoopConfig", "LoopHooks", "LoopResult", "NonFiniteError", "prefetch", "train_loop"]
@@ -137,6 +138,7 @@ def train_loop(
     evaluate_first: bool | None = None,
     tokens_per_step: int = 0,
     throughput: Throughput | None = None,
+    times: StepTimes | None = None,
 ) -> LoopResult:
     """Trains from ``start_step`` to ``config.total_steps``.
 
@@ -156,6 +158,7 @@ def train_loop(
         stopped at a step due for evaluation leaves that to its successor.)
       tokens_per_step: Tokens of a global batch, for the rates.
       throughput: Stop-watch that knows the model's FLOPs; default one without MFU.
+      times: Where the time goes; each record then holds the seconds of its interval by part.
 
     Returns:
       A :class:`LoopResult`.
@@ -166,6 +169,7 @@ def train_loop(
     """
     hooks = LoopHooks() if hooks is None else hooks
     watch = Throughput() if throughput is None else throughput
+    where = StepTimes() if times is None else times
     stream = prefetch(batches, put, config.prefetch)
     pending: collections.deque[tuple[int, Mapping[str, jax.Array]]] = collections.deque()
     window = _Window()
@@ -174,14 +178,16 @@ def train_loop(
     def read_metrics(leave: int) -> None:
         while len(pending) > leave:
             number, values = pending.popleft()
-            values = jax.device_get(values)
+            with where.part("compute"):
+                values = jax.device_get(values)
             if number > start_step + 1:
                 watch.add(tokens_per_step)
             window.add(values)
             hooks.progress(number, float(values["loss"]))
             in_a_row = int(values.get("skipped_in_a_row", 0))
             if number % config.log_every == 0 or number == config.total_steps:
-                hooks.log(number, window.means() | watch.lap())
+                parts = {} if times is None else where.lap()
+                hooks.log(number, window.means() | watch.lap() | parts)
                 window.clear()
             if in_a_row >= config.max_skipped_in_a_row:
                 raise NonFiniteError(
@@ -193,16 +199,19 @@ def train_loop(
 
     def finish_steps() -> None:
         read_metrics(leave=0)
-        jax.block_until_ready(state)
+        with where.part("compute"):
+            jax.block_until_ready(state)
         watch.stop()
 
     evaluate_first = start_step == 0 if evaluate_first is None else evaluate_first
     if evaluate_first and hooks.evaluate is not None:
-        hooks.evaluate(start_step, state)
+        with where.part("evaluate"):
+            hooks.evaluate(start_step, state)
     step, stop = start_step, False
     while step < config.total_steps and not stop:
         try:
-            batch, data_state = next(stream)
+            with where.part("data_wait"):
+                batch, data_state = next(stream)
         except StopIteration:
             raise RuntimeError(
                 f"the data ended after {step} of {config.total_steps} steps; give an iterator that "
@@ -212,21 +221,25 @@ def train_loop(
         began = time.perf_counter()
         if not first:
             watch.start()
-        state, metrics = step_fn(state, batch)
+        with where.part("compute"):
+            state, metrics = step_fn(state, batch)
+            if first:
+                jax.block_until_ready(state)
         step += 1
         pending.append((step, metrics))
         if first:
-            jax.block_until_ready(state)
             compile_seconds = time.perf_counter() - began
         read_metrics(leave=1)
         stop = hooks.should_stop(step)
         last = step == config.total_steps
         if hooks.evaluate is not None and (last or _due(step, config.eval_every)) and not stop:
             finish_steps()
-            hooks.evaluate(step, state)
+            with where.part("evaluate"):
+                hooks.evaluate(step, state)
         if hooks.save is not None and (last or stop or _due(step, config.save_every)):
             finish_steps()
-            hooks.save(step, state, data_state)
+            with where.part("save"):
+                hooks.save(step, state, data_state)
     finish_steps()
     stopped = stop and step < config.total_steps
     return LoopResult(state, step, stopped, compile_seconds, watch.total())

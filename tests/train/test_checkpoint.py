@@ -277,3 +277,42 @@ def test_saved_on_4x2_restored_on_other_meshes_with_and_without_an_active_mesh(t
     process = run_python(MESHES, tmp_path, devices=8)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0 and out.endswith("ok\n"), err[-3000:]
+
+
+def test_sums_of_bits_are_those_of_any_dtype_and_see_one_bit():
+    tree = {
+        "f": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": jnp.arange(4, dtype=jnp.bfloat16),
+        "i": np.int32(-3),
+        "o": np.array([True, False, True]),
+    }
+    sums = ckpt._bit_sums(tree)
+    assert sums["f"] == np.sum(tree["f"].view(np.uint32), dtype=np.uint32)
+    assert sums["i"] == 2**32 - 3 and sums["o"] == 2
+    flipped = tree["f"].copy()
+    flipped.view(np.uint32)[1, 1] ^= 1 << 7
+    assert ckpt._bit_sums({"f": flipped})["f"] != sums["f"]
+
+
+def test_arrays_whose_bits_changed_are_refused_and_metadata_too(tmp_path, monkeypatch):
+    state = {"w": jnp.ones((8, 8), jnp.float32), "v": jnp.zeros(3, jnp.float32)}
+    with ckpt.Checkpointer(tmp_path) as saved:
+        saved.save(1, state, config={"rate": 3})
+        saved.wait()
+        sums = ckpt._bit_sums
+        with monkeypatch.context() as patch:  # as if one word had been read otherwise
+            patch.setattr(ckpt, "_bit_sums", lambda x: {**sums(x), "w": sums(x)["w"] + 1})
+            with pytest.raises(ckpt.CheckpointError, match="is damaged: the bits of w"):
+                saved.restore(state, 1)
+        assert saved.restore(state, 1).step == 1
+        saved.save(2, state, config={"rate": 3})
+        saved.wait()
+        saved.set_aside(2)
+        assert saved.steps() == (1,) and (tmp_path / "damaged-2").is_dir()
+        saved.save(2, state, config={"rate": 3})
+        saved.wait()
+        assert saved.steps() == (1, 2)
+    path = tmp_path / "2" / "meta" / "metadata"
+    path.write_text(path.read_text().replace('"rate": 3', '"rate": 2').replace(":3}", ":2}"))
+    with ckpt.Checkpointer(tmp_path) as saved:
+        assert saved.steps() == (1,)
