@@ -141,9 +141,11 @@ def mola_layout(layout: str | Sequence[int], num_layers: int) -> list[int]:
 
     Source: MoLA as the baseline of arXiv 2509.25684 (reconstructed).
     """
-    parts = [int(part) if str(part).isdigit() else part for part in layout]
-    for part in parts:
-        check_count("layout, experts of a part,", part, 2)
+    parts: list[int] = []
+    for part in layout:
+        number = int(part) if str(part).isdigit() else part
+        check_count("layout, experts of a part,", number, 2)
+        parts.append(int(number))
     check_count("num_layers", num_layers, max(1, len(parts)))
     if not parts:
         raise ValueError("layout is empty, expected experts per quarter such as '2468'")

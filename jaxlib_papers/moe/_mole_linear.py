@@ -138,10 +138,12 @@ def mole_delta(
         preferred_element_type=wide,
     )
     scaled = z.reshape(-1, experts, rank) * (p.astype(wide) * (alpha / rank))[:, :, None]
+    # One plain product of [rows, E * r] and [E * r, out], forward and backward.
+    columns = jnp.swapaxes(b, 1, 2).reshape(experts * rank, -1).astype(x.dtype)
     y = lax.dot_general(
-        scaled.astype(x.dtype),
-        b.astype(x.dtype),
-        (((1, 2), (0, 2)), ((), ())),
+        scaled.astype(x.dtype).reshape(-1, experts * rank),
+        columns,
+        (((1,), (0,)), ((), ())),
         preferred_element_type=wide,
     ).astype(x.dtype)
 

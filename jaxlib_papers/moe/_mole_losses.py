@@ -223,4 +223,6 @@ def remoe_coefficient_update(
     if not a > 1:
         raise ValueError(f"a is {a}, expected a factor above 1")
     coef, sparsity = as_float(coef, sparsity)
-    return coef * jnp.power(jnp.asarray(a, coef.dtype), jnp.sign((1 - k / E) - sparsity))
+    return jnp.multiply(
+        coef, jnp.power(jnp.asarray(a, coef.dtype), jnp.sign((1 - k / E) - sparsity))
+    )
