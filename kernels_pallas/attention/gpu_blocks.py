@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.attention.scores import ScoreSpec, in_band
 from kernels_pallas.dispatch import block_sizes
 from kernels_pallas.tiling import next_power_of_2
+from kernels_pallas.triton import padded_slice
 
 __all__ = [
     "Pairs",
@@ -105,7 +106,7 @@ def load_rows(
     if masked and length % block:
         rows = jnp.broadcast_to(jnp.arange(block)[:, None] < length - first, (block, wide))
         inside = rows if inside is None else inside & rows
-    ref = view.at(pl.ds(first, block), pl.ds(0, wide))
+    ref = view.at(pl.ds(first, block), padded_slice(wide, first))
     if inside is None:
         return plgpu.load(ref)
     return plgpu.load(ref, mask=inside, other=jnp.zeros((), view.ref.dtype))
@@ -118,7 +119,7 @@ def store_rows(
     block, wide = value.shape
     dim = view.ref.shape[-1]
     inside = (jnp.arange(block)[:, None] < length - first) & (jnp.arange(wide)[None, :] < dim)
-    ref = view.at(pl.ds(first, block), pl.ds(0, wide))
+    ref = view.at(pl.ds(first, block), padded_slice(wide, first))
     plgpu.store(ref, value.astype(view.ref.dtype), mask=inside)
 
 

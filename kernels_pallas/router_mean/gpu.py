@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.tiling import ceil_div, next_power_of_2, result_type
+from kernels_pallas.triton import padded_slice
 
 __all__ = ["router_sums", "router_sums_vjp", "unsupported"]
 
@@ -57,7 +58,7 @@ def _softmax(logits_ref, weight_ref, segment_ref, row, start, *, tokens, experts
     counted = weight > 0
     column = jnp.arange(width, dtype=jnp.int32) < experts
     x = plgpu.load(
-        logits_ref.at[row, pl.ds(start, block), pl.ds(0, width)],
+        logits_ref.at[row, pl.ds(start, block), padded_slice(width, start)],
         mask=counted[:, None] & column[None, :],
         other=0.0,
     ).astype(jnp.float32)
@@ -117,16 +118,18 @@ def _forward_kernel(*refs, tokens: int, experts: int, groups: int, block: int, s
         sums, square = jax.lax.fori_loop(0, steps, step, carry)
         here = group < groups
         plgpu.store(
-            sums_ref.at[row, part, pl.ds(0, height), pl.ds(0, width)],
+            sums_ref.at[row, part, padded_slice(height, part), padded_slice(width, part)],
             sums,
             mask=here[:, None] & column[None, :],
         )
-        plgpu.store(square_ref.at[row, part, pl.ds(0, height)], square, mask=here)
+        plgpu.store(square_ref.at[row, part, padded_slice(height, part)], square, mask=here)
     else:
         carry = (jnp.zeros((width,), jnp.float32), jnp.float32(0))
         sums, square = jax.lax.fori_loop(0, steps, step, carry)
         plgpu.store(
-            sums_ref.at[row, part, pl.ds(0, 1), pl.ds(0, width)], sums[None], mask=column[None]
+            sums_ref.at[row, part, pl.ds(0, 1), padded_slice(width, part)],
+            sums[None],
+            mask=column[None],
         )
         square_ref[row, part, 0] = square
 
@@ -192,7 +195,7 @@ def _backward_kernel(*refs, tokens: int, experts: int, groups: int, block: int):
     )
     if segment is None:
         g = plgpu.load(
-            d_sums_ref.at[row, pl.ds(0, 1), pl.ds(0, width)], mask=column[None], other=0.0
+            d_sums_ref.at[row, pl.ds(0, 1), padded_slice(width, row)], mask=column[None], other=0.0
         )
         scale = 2.0 * d_square_ref[row, 0] * lse
     else:
@@ -210,7 +213,7 @@ def _backward_kernel(*refs, tokens: int, experts: int, groups: int, block: int):
     grad = jnp.where((weight > 0)[:, None], grad, 0.0)
     inside = start + jnp.arange(block, dtype=jnp.int32) < tokens
     plgpu.store(
-        grad_ref.at[row, pl.ds(start, block), pl.ds(0, width)],
+        grad_ref.at[row, pl.ds(start, block), padded_slice(width, start)],
         grad.astype(grad_ref.dtype),
         mask=inside[:, None] & column[None, :],
     )

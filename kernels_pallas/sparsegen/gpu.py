@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.sparsegen.reference import LEAST_SLACK
 from kernels_pallas.tiling import ceil_div, next_power_of_2, result_type
+from kernels_pallas.triton import padded_slice
 
 __all__ = ["project", "project_vjp", "unsupported"]
 
@@ -48,7 +49,7 @@ def _tile(rows: int, entries: int, block: int, width: int):
 
 def _forward_kernel(u_ref, lam_ref, p_ref, *, rows, entries, block, width, denom_floor):
     start, row, inside, column = _tile(rows, entries, block, width)
-    at = (pl.ds(start, block), pl.ds(0, width))
+    at = (pl.ds(start, block), padded_slice(width, start))
     u = plgpu.load(u_ref.at[at], mask=inside, other=0.0).astype(jnp.float32)
     u = jnp.where(column[None, :], u, -jnp.inf)
     lam = plgpu.load(lam_ref.at[pl.ds(start, block)], mask=row, other=0.0)
@@ -111,7 +112,7 @@ def _backward_kernel(
     p_ref, lam_ref, g_ref, du_ref, dlam_ref, *, rows, entries, block, width, denom_floor
 ):
     start, row, inside, _ = _tile(rows, entries, block, width)
-    at = (pl.ds(start, block), pl.ds(0, width))
+    at = (pl.ds(start, block), padded_slice(width, start))
     p = plgpu.load(p_ref.at[at], mask=inside, other=0.0).astype(jnp.float32)
     g = plgpu.load(g_ref.at[at], mask=inside, other=0.0).astype(jnp.float32)
     slack = 1.0 - plgpu.load(lam_ref.at[pl.ds(start, block)], mask=row, other=0.0)
