@@ -17,7 +17,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	  2>/dev/null && echo $$p && break; done)
 RUN := $(VENV)/bin/python
 
-.PHONY: help pretrain test slow lint format docs bench aot aot-cuda catalog clean
+.PHONY: help pretrain test slow lint format docs bench aot aot-cuda plan plan-compile faults catalog clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,8 @@ help:
 	echo "make docs       build the documentation into docs/_build/html"
 	echo "make bench      time the building blocks against their rivals"
 	echo "make aot        compile the kernels for TPUs that need not be there (aot-cuda: for GPUs)"
+	echo "make plan       memory, step time and meshes of a run on a machine that need not be there"
+	echo "make faults     disturb small runs (kills, full disk, damaged files) and check the outcome"
 	echo "Options for the program behind a target go into ARGS=\"...\"."
 
 pretrain: $(VENV)/.installed-plot
@@ -58,9 +60,18 @@ docs: $(VENV)/.installed-docs
 bench: $(VENV)/.installed-plot
 	@exec $(RUN) -m tools.bench $(ARGS)
 
+plan: $(VENV)/.installed-plot
+	@exec $(RUN) -m tools.plan $(ARGS)
+
+faults: $(VENV)/.installed-plot
+	@exec $(RUN) -m tools.faults $(ARGS)
+
 # libtpu and the CUDA plugin change which platform JAX takes by default: environments of their own.
 aot: .venv-tpu/.installed-tpu
 	@TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu exec .venv-tpu/bin/python -m tools.aot --target tpu $(ARGS)
+
+plan-compile: .venv-tpu/.installed-tpu
+	@exec .venv-tpu/bin/python -m tools.plan --compile $(ARGS)
 
 aot-cuda: .venv-cuda/.installed-cuda12
 	@JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu \
