@@ -97,6 +97,8 @@ def _projection(path: tuple[Any, ...], shape: tuple[int, ...], axes: Any) -> Pro
     extra = len(shape) - base
     if extra not in (0, 1) or (extra == 1 and not stacked) or (axes and "experts" in axes):
         return None
+    if leaf == "scale" or leaf.endswith("bias"):  # stacked, they look like matrices
+        return None
     own = shape[extra:]
     inputs, outputs = own[:inner], own[inner:]
     if out_first:

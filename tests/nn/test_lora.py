@@ -172,6 +172,13 @@ def test_dropout_only_with_a_key(base):
     assert not np.allclose(one, still) and not np.allclose(one, other)
 
 
+def test_a_pattern_never_catches_the_scale_of_a_norm():
+    config = dataclasses.replace(CONFIG, qk_norm=True, attention_bias=True)
+    model = jax.eval_shape(lambda: DecoderLM(config, key=jax.random.key(0)))
+    found = {projection.name for projection in find_projections(model, ("attention.*",))}
+    assert found == {name for name in SEVEN if "attention" in name}
+
+
 def test_patterns():
     tree = {
         "layers": [{"self_attn": {"q_proj": {"weight": np.ones((6, 4))}}, "norm": np.ones(4)}] * 2,
