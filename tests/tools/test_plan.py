@@ -97,6 +97,24 @@ def test_state_is_exact():
     assert result.optimizer == pytest.approx(2 * result.parameters, abs=16)
 
 
+# `memory_analysis()` of libtpu, arguments and temporaries in GiB; commands in docs/scale.md.
+COMPILED = [
+    ("edl-3b", "v5p:2x2x4", "fsdp=16", 16, "minimal", 2.053, 4.576),
+    ("edl-8b", "v5p:2x2x4", "fsdp=16", 16, "minimal", 5.500, 7.904),
+    ("edl-15b", "v5p:2x4x4", "fsdp=32", 32, "minimal", 5.271, 11.241),
+    ("edl-3b", "v6e:4x4", "fsdp=16", 16, "full", 2.053, 2.814),
+    ("edl-8b", "v6e:4x8", "fsdp=32", 32, "full", 2.751, 5.774),
+]
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_memory_is_near_the_compilers(case):
+    preset, target, mesh, rows, remat, arguments, temporaries = case
+    result = memory.estimate_memory(planned(preset, target, mesh, rows=rows, remat=remat))
+    assert result.state / 2**30 == pytest.approx(arguments, rel=0.01)
+    assert result.total / 2**30 == pytest.approx(arguments + temporaries, rel=0.15)
+
+
 def test_flops_are_those_of_the_trainer_and_one_device_does_its_share():
     plan = planned(remat="none")
     result = estimate.estimate(plan)

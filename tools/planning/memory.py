@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from tools.planning.job import BYTES, Job
+from tools.planning.job import BYTES, Job, Parameter
 
 __all__ = ["Memory", "estimate_memory"]
+
+
+# With much memory its scheduler keeps more alive (docs/scale.md, the comparison).
+_SLACK = {"v5p": 0.8 * 2**30}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Memory:
       kept: What the forward pass keeps for the backward pass, of all layers.
       weights: One layer's weights gathered, and its gradient before it is scattered.
       working: Other arrays of one layer at the peak.
+      slack: What the chip's compiler was seen to take beyond these (0 where not compared).
       head: Gathered embedding and output matrix, and one chunk of logits.
     """
 
@@ -36,6 +41,7 @@ class Memory:
     weights: int
     working: int
     head: int
+    slack: int
 
     @property
     def state(self) -> int:
@@ -45,7 +51,7 @@ class Memory:
     @property
     def activations(self) -> int:
         """Everything else at the peak; head and layers are not at their peak together."""
-        return self.gradients + self.kept + max(self.weights + self.working, self.head)
+        return self.gradients + self.kept + max(self.weights + self.working, self.head) + self.slack
 
     @property
     def total(self) -> int:
@@ -64,7 +70,8 @@ def estimate_memory(job: Job) -> Memory:
     kv = kv / mesh.tensor if config.num_kv_heads % mesh.tensor == 0 else kv
 
     parameters = sum(p.held for p in job.parameters) * wide
-    gradients = parameters * (2 if job.accum_steps > 1 else 1)
+    padded = sum(_padded(p, job) for p in job.parameters) * wide
+    gradients = padded + (parameters if job.accum_steps > 1 else 0)
 
     # Streams that are kept of every layer: its input, and what the policy says.
     kept = tokens * width * half
@@ -94,14 +101,16 @@ def estimate_memory(job: Job) -> Memory:
         for p in job.parameters
         if of_layer(p)
     )
-    # At least two layers' weights: the next one's gather runs under this one's products.
-    weights = gathered * half * 2
+    # Copies of a layer's gathered matrices at the peak: weights, gradients, sums over devices, and
+    # the layouts that kernels and collectives want (6 of the first, 4 of the second, as compiled).
+    weights = gathered * half * (16 / 3 if moe is not None else 2)
     tables = [p for p in job.parameters if "vocab" in p.logical]
     table = sum(p.held * (mesh.fsdp if "embed" in p.logical else 1) for p in tables)
     vocab = config.vocab_size / mesh.tensor
     chunk = max(64.0, (1 << 22) // max(job.micro_rows * config.vocab_size, 1))
     logits = job.micro_rows * min(job.seq_len, chunk) * vocab * 4
     head = table * (half + 4 + 4) + 3 * logits + 2 * tokens * width * half
+    slack = _SLACK.get(job.target.chip.name, 0.0)
     return Memory(
         parameters=int(parameters),
         optimizer=int(job.optimizer_bytes),
@@ -110,4 +119,13 @@ def estimate_memory(job: Job) -> Memory:
         weights=int(weights),
         working=int(working),
         head=int(head),
+        slack=int(slack),
     )
+
+
+def _padded(p: Parameter, job: Job) -> float:
+    """Elements of a gradient as it lies on a TPU, whose rows are 128 wide."""
+    if job.target.chip.platform != "tpu" or p.logical[-1:] != ("embed",) or p.layers == 1:
+        return p.held
+    row = job.config.embed_dim // job.mesh.fsdp
+    return p.held * (-(-row // 128) * 128) / row
