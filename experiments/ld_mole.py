@@ -326,7 +326,7 @@ def judge(
             f"(std {spread[1]:.4f})",
         ),
         harness.Criterion(
-            f"{whose}: (d) beta = 1, k = 2 lowers active experts in every layer and seed, to <= 2.2",
+            f"{whose}: (d) beta = 1, k = 2 lowers active experts in every layer, each <= 2.2",
             bool((sparse < active).all() and sparse.max() <= 2.2),
             f"by layer {listed(active.mean(0), 2)} -> {listed(sparse.mean(0), 2)}, largest in any "
             f"seed {sparse.max():.2f}",
