@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 __all__ = ["padded_slice"]
 
 
-def padded_slice(size: int, traced: Int[Array, ""]) -> pl.Slice:
+def padded_slice(size: int, traced: Int[Array, ""]) -> slice | pl.Slice:
     """``[0, size)`` for a masked load or store whose block is wider than the array.
 
     Blocks have powers of two on each side. JAX from 0.12 on refuses a static slice that reaches

@@ -141,7 +141,7 @@ def expert_mixture(
     if capacity_factor is not None:
         capacity = expert_capacity(num_tokens, gate_up.shape[0], top_k, capacity_factor)
     dispatch = plan_dispatch(indices, gate_up.shape[0], capacity=capacity)
-    y = _mixture(x, weights, gate_up, down, dispatch, capacity)
+    y: Array = _mixture(x, weights, gate_up, down, dispatch, capacity)
     if dispatch.kept is None:
         return y, jnp.zeros((), jnp.int32)
     real = (indices >= 0) & (indices < gate_up.shape[0])

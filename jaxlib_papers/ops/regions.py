@@ -145,7 +145,7 @@ def log_volume_of_balls(
     """
     check_count("num_samples", num_samples, 1)
     centres = as_float(centres)
-    balls, *batch, dim = centres.shape
+    balls, dim, batch = centres.shape[0], centres.shape[-1], centres.shape[1:-1]
     radius = jnp.broadcast_to(as_float(radius).astype(centres.dtype), tuple(batch))
     finite = jnp.where(jnp.isfinite(radius), radius, 1)
     which_key, direction_key, length_key = jax.random.split(key, 3)

@@ -110,7 +110,7 @@ class Estimator:
         return self.flow == "trajectory" if isinstance(self.flow, str) else len(events) == 2
 
     def _features(self, x: ArrayLike) -> Array:
-        x = as_float(x)
+        x = jnp.asarray(as_float(x))
         if x.ndim < 2:
             raise ValueError(f"x has shape {x.shape}, expected [n, features]")
         self._check_finite("x", x)
@@ -122,7 +122,7 @@ class Estimator:
         return x
 
     def _targets(self, y: ArrayLike, rows: int) -> Array:
-        y = as_float(y)
+        y = jnp.asarray(as_float(y))
         if self._temporal:
             if y.ndim != 3 or (y.shape[0] == 1 and not hasattr(self, "parts_")):
                 raise ValueError(

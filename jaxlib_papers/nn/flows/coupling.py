@@ -55,6 +55,7 @@ def affine_coupling(
     Source: arXiv 1605.08803, eqs. 7-8; s as in arXiv 2505.23196 (reconstructed).
     """
     y, raw = as_float(y, raw)
+    y = jnp.asarray(y)
     keep = jnp.asarray(keep).astype(bool)
     dim = y.shape[-1] if y.ndim else 0
     if dim < 1 or raw.shape != (*y.shape[:-1], 2 * dim) or keep.shape != (dim,):
