@@ -17,13 +17,15 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	  2>/dev/null && echo $$p && break; done)
 RUN := $(VENV)/bin/python
 
-.PHONY: help pretrain test slow lint format docs bench aot aot-cuda plan plan-compile faults catalog clean
+.PHONY: help pretrain test slow parity lint format docs bench aot aot-cuda plan plan-compile faults
+.PHONY: catalog clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make pretrain   train a small mixture-of-experts language model on this machine"
 	echo "make test       run the tests (make slow: the experiments that take minutes)"
 	echo "make lint       check style, format and types (make format: mend what can be mended)"
+	echo "make parity     compare with transformers and PEFT (installs PyTorch)"
 	echo "make docs       build the documentation into docs/_build/html"
 	echo "make bench      time the building blocks against their rivals"
 	echo "make aot        compile the kernels for TPUs that need not be there (aot-cuda: for GPUs)"
@@ -39,6 +41,10 @@ test: $(VENV)/.installed-test
 
 slow: $(VENV)/.installed-test
 	@exec $(RUN) -m pytest -q -m slow $(ARGS)
+
+# PyTorch stays out of the environment that users and tests run in.
+parity: .venv-parity/.installed-parity
+	@exec .venv-parity/bin/python -m pytest -q -m parity tests/parity $(ARGS)
 
 lint: $(VENV)/.installed-test
 	@$(RUN) -m ruff check .
@@ -95,6 +101,8 @@ touch $@
 endef
 
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS)
+	$(install)
+.venv-parity/.installed-%: pyproject.toml $(CONSTRAINTS)
 	$(install)
 .venv-tpu/.installed-%: pyproject.toml $(CONSTRAINTS)
 	$(install)

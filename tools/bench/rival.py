@@ -1,7 +1,7 @@
 """A rival in a process and environment of its own, timed turn by turn with ours.
 
-The rival needs PyTorch and transformers, which this project does not depend on. `make bench` puts
-them into `.venv-rival`; another interpreter is named by JAXLIB_PAPERS_RIVAL_PYTHON.
+The rival needs PyTorch and transformers, which this project does not depend on: `make parity` puts
+them into `.venv-parity`; another interpreter is named by JAXLIB_PAPERS_RIVAL_PYTHON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _interpreter() -> str | None:
     named = os.environ.get("JAXLIB_PAPERS_RIVAL_PYTHON")
     if named:
         return named
-    default = _ROOT / ".venv-rival" / "bin" / "python"
+    default = _ROOT / ".venv-parity" / "bin" / "python"
     return str(default) if default.exists() else None
 
 
