@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import TYPE_CHECKING
 
@@ -50,10 +51,6 @@ def bootstrap_fixed(graph: CausalGraph, samples: int, seed: int):
 
 def bootstrap_full(graph: CausalGraph, samples: int, seed: int):
     """(theta_0 [B, n, n], edge found [B, n, n]) with the whole search on each sample."""
-    import dataclasses
-
-    from jaxlib_papers.causal._estimator import PCTCD
-
     m, n = graph.data.X.shape
     # The maps of the parameters stay those of the whole sample, or theta would not compare.
     config = dataclasses.replace(graph.config, families=graph.families, mi_check=False)
@@ -63,6 +60,6 @@ def bootstrap_full(graph: CausalGraph, samples: int, seed: int):
         rows = rng.integers(0, m, m)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # said once, for the fit itself
-            fit = PCTCD(config).fit(graph.data.X[rows], graph.data.xi[rows])
+            fit = graph.data.refit(config, graph.data.X[rows], graph.data.xi[rows])
         strength[b], found[b] = fit.theta[:, :, 0], fit.adjacency
     return strength, found

@@ -32,6 +32,10 @@ from jaxlib_papers.ops.polynomials import FamilySpec, fit_families, multi_index,
 __all__ = ["PCTCD", "PCTCDConfig"]
 
 
+def _refit(config: PCTCDConfig, X: np.ndarray, xi: np.ndarray) -> CausalGraph:
+    return PCTCD(config).fit(X, xi)
+
+
 @dataclasses.dataclass(frozen=True)
 class PCTCDConfig:
     """Settings of `PCTCD`.
@@ -248,7 +252,7 @@ class PCTCD:
             scale=scale,
             config=config,
             covariance=fit.covariance,
-            data=FitData(X, xi, unit, psi),
+            data=FitData(X, xi, unit, psi, _refit),
         )
         return self._diagnose(result)
 

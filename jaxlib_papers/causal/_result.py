@@ -61,12 +61,13 @@ class Bootstrap(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FitData:
-    """What the fit saw, kept for bands and bootstrap."""
+    """What the fit saw, kept for bands and bootstrap, and how to run one like it."""
 
     X: Float[np.ndarray, "m n"]
     xi: Float[np.ndarray, "m d"]
     unit: Float[np.ndarray, "m n"]
     psi: Float[np.ndarray, "m P"]
+    refit: Callable[[PCTCDConfig, np.ndarray, np.ndarray], CausalGraph]
 
 
 @dataclasses.dataclass(frozen=True)
