@@ -134,6 +134,9 @@ def expert_mixture(
 
     Returns:
       (y [tokens, embed], number of assignments dropped, int32).
+
+    Source: Sparsely-gated mixture of Shazeer et al., arXiv 1701.06538, eq. 1, with the SwiGLU of
+      arXiv 2002.05202.
     """
     x, indices, weights, gate_up, down = align_varying(x, indices, weights, gate_up, down)
     num_tokens, top_k = indices.shape

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.attention.scores import ScoreSpec, block_bounds
+from kernels_pallas.dispatch import current_platform
 from kernels_pallas.tiling import accumulator_dtype, align_varying, ceil_div
 
 __all__ = ["Masks", "attention_xla"]
@@ -96,6 +97,9 @@ def _from_columns(a: Float[Array, "n B K cols d"], length: int) -> Float[Array, 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype) -> Array:
     """Batched over [B, K]; contracts one of the two trailing axes of each side."""
+    if current_platform() == "cpu":
+        # XLA has no bfloat16 product for CPU in every arrangement that it may bring this one into.
+        a, b = a.astype(dtype), b.astype(dtype)
     dims = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
     return lax.dot_general(a, b, dims, preferred_element_type=dtype)
 

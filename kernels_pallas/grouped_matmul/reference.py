@@ -143,10 +143,10 @@ def grouped_matmul_forward(
     contract = (((1,), (1 if transpose_w else 0,)), ((), ()))
 
     def block(rows: int, group: Array, offset: Array, own: Array, y: Array) -> Array:
-        weight = lax.dynamic_index_in_dim(w, group, keepdims=False)
-        out = lax.dot_general(
-            _block(x, offset, rows), weight, contract, preferred_element_type=accumulator
-        )
+        # Widened by hand: XLA has no product of bfloat16 matrices for CPU, and in a loop it does
+        # not always widen them itself.
+        weight = lax.dynamic_index_in_dim(w, group, keepdims=False).astype(accumulator)
+        out = lax.dot_general(_block(x, offset, rows).astype(accumulator), weight, contract)
         out = _where_rows(own, out.astype(dtype), _block(y, offset, rows))
         return lax.dynamic_update_slice(y, out, (offset, jnp.zeros_like(offset)))
 
@@ -185,12 +185,10 @@ def grouped_matmul_dw(
     def block(rows: int, group: Array, offset: Array, own: Array, dw: Array) -> Array:
         def own_rows(a: Array) -> Array:
             # On both sides: 0 * NaN of a row that belongs to nobody is NaN.
-            part = _block(a, offset, rows)
+            part = _block(a, offset, rows).astype(accumulator)
             return _where_rows(own, part, jnp.zeros_like(part))
 
-        out = lax.dot_general(
-            own_rows(x), own_rows(dy), (((0,), (0,)), ((), ())), preferred_element_type=dw.dtype
-        )
+        out = lax.dot_general(own_rows(x), own_rows(dy), (((0,), (0,)), ((), ())))
         at = (group, jnp.zeros_like(group), jnp.zeros_like(group))
         sum_ = lax.dynamic_slice(dw, at, (1, *shape)) + out[None]
         return lax.dynamic_update_slice(dw, sum_, at)
