@@ -110,6 +110,14 @@ def convert_markdown(app, what, name, obj, options, lines: list[str]) -> None:
         out.append(line)
     # In a docstring `*batch` is an axis or an argument, not the start of emphasis.
     out = [re.sub(r"(?<![*`\\\w])\*(?=[A-Za-z])", r"\\*", line) for line in out[:-1]]
+    # |x| is a magnitude and not a substitution, outside of literals.
+    out = [
+        "".join(
+            part if part.startswith("`") else re.sub(r"(?<!\\)\|", r"\\|", part)
+            for part in re.split(r"(``.*?``|`[^`]*`)", line)
+        )
+        for line in out
+    ]
     # Markdown reads `Name`s as intended; here the plural needs a break between the two.
     lines[:] = [re.sub(r"(`[^`\s][^`]*`)(?=[A-Za-z])", r"\1\\ ", line) for line in out]
 
