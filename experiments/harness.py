@@ -221,9 +221,13 @@ def run_grid(
 
 
 def mean_and_spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and standard deviation over seeds, as text; the mean alone for one value."""
+    """Mean and standard deviation over seeds, as text; the mean alone for one or infinite values.
+
+    A report keeps what is not finite as a word, so that the words count as their numbers here.
+    """
+    values = [float(value) for value in values]
     mean = statistics.fmean(values)
-    if len(values) < 2:
+    if len(values) < 2 or not all(map(math.isfinite, values)):
         return f"{mean:.{digits}f}"
     return f"{mean:.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
