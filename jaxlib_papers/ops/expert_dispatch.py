@@ -203,7 +203,15 @@ def _sum_of_slots(rows: Array, dispatch: Dispatch, weights: Array | None = None)
 
 
 def weights_of_rows(weights: Float[Array, "tokens top_k"], dispatch: Dispatch) -> Array:
-    """Weight of each row's assignment, [rows]; 0 where a row holds none."""
+    """The router weight that belongs to each row.
+
+    Args:
+      weights: Router weights, [tokens, top_k].
+      dispatch: From `plan_dispatch`.
+
+    Returns:
+      [rows] in the dtype of ``weights``; 0 where a row holds no assignment.
+    """
     of_row = _gather(weights.reshape(-1), dispatch.source)
     if dispatch.filled is None:
         return of_row
@@ -211,7 +219,15 @@ def weights_of_rows(weights: Float[Array, "tokens top_k"], dispatch: Dispatch) -
 
 
 def per_assignment(of_row: Float[Array, " rows"], dispatch: Dispatch) -> Array:
-    """The entry of each assignment's row, [tokens, top_k]; 0 where it was dropped."""
+    """Numbers that belong to rows, laid out by assignment: the inverse of `weights_of_rows`.
+
+    Args:
+      of_row: One number a row, [rows].
+      dispatch: From `plan_dispatch`.
+
+    Returns:
+      [tokens, top_k] in the dtype of ``of_row``; 0 where an assignment was dropped.
+    """
     values = _gather(of_row, dispatch.row)
     if dispatch.kept is None:
         return values
