@@ -276,8 +276,8 @@ class Checkpointer:
             meta = restored[_META]
         except CheckpointMismatchError:
             raise
-        # The last two come out of metadata that changed on disk.
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        # Damaged files surface as anything from KeyError to Orbax's own bare Exception.
+        except Exception as error:
             raise CheckpointError(
                 f"checkpoint {self.directory / str(step)} cannot be read: {_first_line(error)}"
             ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,6 +160,31 @@ def test_step_whose_data_is_damaged_is_a_clear_error(tmp_path):
             path.unlink()
         with pytest.raises(ckpt.CheckpointError, match="cannot be read"):
             c.restore(make_state())
+
+
+def test_whatever_file_is_lost_or_cut_short_the_error_is_ours_or_the_state_is_right(tmp_path):
+    state = {f"w{i}": jax.random.normal(jax.random.key(i), (64, 128)) for i in range(3)}
+    with ckpt.Checkpointer(tmp_path / "whole") as c:
+        c.save(1, state)
+    files = [p for p in (tmp_path / "whole" / "1").rglob("*") if p.is_file()]
+    refused = 0
+    for number, path in enumerate(files):
+        for size in (None, path.stat().st_size // 2):
+            copy = tmp_path / f"copy-{number}-{size}"
+            shutil.copytree(tmp_path / "whole", copy)
+            damaged = copy / path.relative_to(tmp_path / "whole")
+            damaged.unlink() if size is None else os.truncate(damaged, size)
+            with ckpt.Checkpointer(copy) as c:
+                if not c.steps():
+                    refused += 1
+                    continue
+                try:
+                    restored = c.restore(state).state
+                except ckpt.CheckpointError:
+                    refused += 1
+                else:
+                    assert_same(restored, state)
+    assert refused > len(files) // 2, f"{refused} of {2 * len(files)} damages were seen"
 
 
 def test_complete_step_is_never_overwritten(tmp_path):
