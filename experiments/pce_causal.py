@@ -170,24 +170,24 @@ def estimate(method: str, setting: Setting, config: Config, data: ParametricData
     return consistent_dag(pc_fisher_z(X, config.alpha) if method.startswith("PC,") else ges(X))
 
 
+@functools.partial(jax.jit, static_argnames="m")
+@functools.partial(jax.vmap, in_axes=(0, None))
+def _test_once(key, m: int):
+    """(p of a dependence that cancels, p of an independent pair, the dependent pair)."""
+    k = jax.random.split(key, 4)
+    xi = jax.random.uniform(k[0], (m, 1), minval=-1.0)
+    psi, p1 = pce_basis(xi, multi_index(1, 3), "legendre"), jnp.sqrt(3.0) * xi[:, 0]
+    z, e, e2 = (jax.random.laplace(key, (m,)) / jnp.sqrt(2.0) for key in k[1:])
+    y = 0.4 * p1 * z + e
+    x, w = 0.8 * p1 * z + e, (0.7 + 0.4 * p1) * z + e2
+    power = pct_ci_test(z, y, None, psi).pvalue
+    return power, pct_ci_test(x, w, z[:, None], psi).pvalue, z, y
+
+
 def independence_tests(config: Config, seed: int, m: int = 500) -> dict[str, float]:
     """Power where the margin cancels, and level with a shared parent whose weights move."""
-    index = multi_index(1, 3)
-
-    @jax.jit
-    @jax.vmap
-    def once(key):
-        k = jax.random.split(key, 4)
-        xi = jax.random.uniform(k[0], (m, 1), minval=-1.0)
-        psi, p1 = pce_basis(xi, index, "legendre"), jnp.sqrt(3.0) * xi[:, 0]
-        z, e, e2 = (jax.random.laplace(key, (m,)) / jnp.sqrt(2.0) for key in k[1:])
-        y = 0.4 * p1 * z + e
-        x, w = 0.8 * p1 * z + e, (0.7 + 0.4 * p1) * z + e2
-        power = pct_ci_test(z, y, None, psi).pvalue
-        return power, pct_ci_test(x, w, z[:, None], psi).pvalue, z, y
-
     keys = jax.random.split(jax.random.fold_in(jax.random.key(1000), seed), config.repeats)
-    power, level, z, y = map(np.asarray, once(keys))
+    power, level, z, y = map(np.asarray, _test_once(keys, m))
     marginal = [FisherZ(np.stack(pair, axis=1))(0, 1) for pair in zip(z, y, strict=True)]
     rates = {"power": power, "level": level, "power_fisher_z": np.array(marginal)}
     return {name: float(np.mean(p < 0.05)) for name, p in rates.items()}

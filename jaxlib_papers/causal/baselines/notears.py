@@ -83,13 +83,14 @@ def notears_linear(
     Raises:
         ValueError: NaN, constant or dependent columns, too few rows, a negative setting.
 
-    Host code: SciPy's L-BFGS-B over the positive and negative parts of W; the data enter through
-    their covariance alone.
+    Host code: SciPy's L-BFGS-B over the positive and negative parts of W, on one thread; the data
+    enter through their covariance alone.
 
     Source: arXiv 1803.01422, algorithm 1.
     """
     from scipy.linalg import expm
     from scipy.optimize import minimize
+    from threadpoolctl import threadpool_limits
 
     for name, value in (("l1", l1), ("threshold", threshold)):
         check_nonnegative(name, value)
@@ -114,19 +115,27 @@ def notears_linear(
 
     bounds = [(0, 0) if i == j else (0, None) for _ in range(2) for i in range(n) for j in range(n)]
     parts, rho, multiplier, h = np.zeros(2 * n * n), 1.0, 0.0, np.inf
-    for _ in range(max_iterations):
-        while True:
-            found = minimize(
-                objective, parts, args=(rho, multiplier), jac=True, method="L-BFGS-B", bounds=bounds
-            ).x
-            W = (found[: n * n] - found[n * n :]).reshape(n, n)
-            h_new = float(np.trace(expm(W * W)) - n)
-            if h_new <= 0.25 * h or rho >= rho_max:
+    # Thousands of exponentials of small matrices: threads of BLAS would spend most of the time (on
+    # a busy machine, minutes instead of a fraction of a second) waiting for each other.
+    with threadpool_limits(limits=1, user_api="blas"):
+        for _ in range(max_iterations):
+            while True:
+                found = minimize(
+                    objective,
+                    parts,
+                    args=(rho, multiplier),
+                    jac=True,
+                    method="L-BFGS-B",
+                    bounds=bounds,
+                ).x
+                W = (found[: n * n] - found[n * n :]).reshape(n, n)
+                h_new = float(np.trace(expm(W * W)) - n)
+                if h_new <= 0.25 * h or rho >= rho_max:
+                    break
+                rho *= 10
+            parts, h = found, h_new
+            multiplier += rho * h
+            if h <= h_tol or rho >= rho_max:
                 break
-            rho *= 10
-        parts, h = found, h_new
-        multiplier += rho * h
-        if h <= h_tol or rho >= rho_max:
-            break
     W = (parts[: n * n] - parts[n * n :]).reshape(n, n)
     return np.where(np.abs(W) < threshold, 0.0, W)
