@@ -3,8 +3,10 @@
 Inside [-B, B] the K bins of a monotone spline, outside the identity, with slope 1 at the ends so
 that value and derivative are continuous. Widths, heights and slopes come unconstrained.
 
-All K bins are walked in a loop that is unrolled while tracing, with selects in place of a search
-and gathers: on vector units this is one pass over the data, and the backward pass scatters nothing.
+Forward, the K bins are walked in a loop that is unrolled while tracing, with selects in place of a
+search and gathers: on vector units this is one pass over the data. The derivative of the bin's
+edges is written out, since one knot moves with all raw widths alike: three numbers a point times
+the softmax give the gradient of all K, where the derivative of the loop would pad and add K times.
 Input that falls outside of a branch is replaced before the branch computes with it, so that no NaN
 hides in a gradient.
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,34 +48,104 @@ def _softplus(v: Array) -> Array:
     return jnp.maximum(v, 0) + jnp.log1p(jnp.exp(-jnp.abs(v)))
 
 
-def _knots(raw: list[Array], bound: float) -> tuple[list[Array], list[Array]]:
-    """Positions of the K + 1 knots and sizes of the K bins, from unconstrained numbers."""
-    count = len(raw)
-    top = raw[0]
-    for value in raw[1:]:
-        top = jnp.maximum(top, value)
-    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
+def _top(raw: list[Array]) -> Array:
+    """Largest of the raw numbers, which exponentials are taken relative to."""
+    top = functools.reduce(jnp.maximum, raw)
+    return jnp.where(jnp.isfinite(top), top, 0)
+
+
+def _knots(raw: list[Array], bound: float) -> list[Array]:
+    """Positions of the K + 1 knots, from unconstrained sizes of the K bins."""
+    count, top = len(raw), _top(raw)
     powers = [jnp.exp(value - top) for value in raw]
-    total = powers[0]
-    for value in powers[1:]:
-        total = total + value
-    scale = (1 - count * MIN_BIN) / total
+    scale = (1 - count * MIN_BIN) / functools.reduce(jnp.add, powers)
     knots = [jnp.full_like(top, -bound)]
     share = jnp.zeros_like(top)
     for value in powers[:-1]:
         share = share + (MIN_BIN + scale * value)
         knots.append(2 * bound * share - bound)
-    knots.append(jnp.full_like(top, bound))
-    return knots, [high - low for low, high in zip(knots[:-1], knots[1:], strict=True)]
+    return [*knots, jnp.full_like(top, bound)]
 
 
-def _pick(inputs: Array, knots: list[Array], *tables: list[Array]) -> list[Array]:
-    """Entries of the tables for the bin that each input lies in; a knot is its bin's lower end."""
-    chosen = [table[0] for table in tables]
-    for index in range(1, len(knots) - 1):
-        past = inputs >= knots[index]
-        chosen = [jnp.where(past, t[index], c) for t, c in zip(tables, chosen, strict=True)]
-    return chosen
+def _columns(table: Array) -> list[Array]:
+    return [table[..., k] for k in range(table.shape[-1])]
+
+
+class _Bin(NamedTuple):
+    """The bin that a point lies in: its number (a float), edges, and raw slopes at the edges."""
+
+    index: Array
+    x0: Array
+    x1: Array
+    y0: Array
+    y1: Array
+    raw_left: Array
+    raw_right: Array
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+def _locate(at: Array, w: Array, h: Array, d: Array, bound: float, inverse: bool) -> _Bin:
+    """The bin of each point; a knot is its bin's lower end."""
+    xs, ys = _knots(_columns(w), bound), _knots(_columns(h), bound)
+    one = jnp.ones_like(at)
+    slopes = [one, *_columns(d), one]
+    index = jnp.zeros_like(at)
+    chosen = [xs[0], xs[1], ys[0], ys[1], slopes[0], slopes[1]]
+    for k in range(1, w.shape[-1]):
+        past = at >= (ys if inverse else xs)[k]
+        index = jnp.where(past, k, index)
+        tables = (xs[k], xs[k + 1], ys[k], ys[k + 1], slopes[k], slopes[k + 1])
+        chosen = [jnp.where(past, t, c) for t, c in zip(tables, chosen, strict=True)]
+    return _Bin(index, *chosen)
+
+
+def _places(table: Array) -> Array:
+    return jax.lax.broadcasted_iota(jnp.int32, table.shape, table.ndim - 1).astype(table.dtype)
+
+
+def _edges_dot(
+    raw: Array, dot: Array, index: Array, low: Array, high: Array, bound: float
+) -> tuple[Array, Array]:
+    """How both edges of the bin move with the raw sizes.
+
+    With p the softmax, P its sum up to an edge and s = 1 - K MIN_BIN,
+    d edge / d raw_k = 2 B s p_k ([k is below the edge] - P).
+    """
+    rest = 1 - raw.shape[-1] * MIN_BIN
+    below = ((low + bound) / (2 * bound) - index * MIN_BIN) / rest
+    up_to = ((high + bound) / (2 * bound) - (index + 1) * MIN_BIN) / rest
+    columns = _columns(raw)
+    top = _top(columns)
+    log_sum = top + jnp.log(functools.reduce(jnp.add, [jnp.exp(v - top) for v in columns]))
+    # Both barriers keep the work of a point from being done anew for each of its K numbers.
+    log_sum, below, up_to = jax.lax.optimization_barrier((log_sum, below, up_to))
+    moved = (2 * bound * rest) * jnp.exp(raw - log_sum[..., None]) * dot
+    places, here = _places(raw), index[..., None]
+    before, within, total = jax.lax.optimization_barrier(
+        (
+            jnp.sum(jnp.where(places < here, moved, 0), axis=-1),
+            jnp.sum(jnp.where(places == here, moved, 0), axis=-1),
+            jnp.sum(moved, axis=-1),
+        )
+    )
+    return before - below * total, before + within - up_to * total
+
+
+@_locate.defjvp
+def _locate_jvp(bound: float, inverse: bool, primals: tuple, tangents: tuple) -> tuple[_Bin, _Bin]:
+    at, w, h, d = primals
+    _, w_dot, h_dot, d_dot = tangents
+    out = _locate(at, w, h, d, bound, inverse)
+    x0, x1 = _edges_dot(w, w_dot, out.index, out.x0, out.x1, bound)
+    y0, y1 = _edges_dot(h, h_dot, out.index, out.y0, out.y1, bound)
+    places, here = _places(d), out.index[..., None]
+    left, right = jax.lax.optimization_barrier(
+        (
+            jnp.sum(jnp.where(places == here - 1, d_dot, 0), axis=-1),
+            jnp.sum(jnp.where(places == here, d_dot, 0), axis=-1),
+        )
+    )
+    return out, _Bin(jnp.zeros_like(out.index), x0, x1, y0, y1, left, right)
 
 
 def rational_quadratic_spline(
@@ -125,20 +198,12 @@ def _spline(
     bins = w.shape[-1]
     inside = (x >= -bound) & (x <= bound)
     at = jnp.where(inside, x, jnp.zeros_like(x))
-    xs, widths = _knots([w[..., k] for k in range(bins)], bound)
-    ys, heights = _knots([h[..., k] for k in range(bins)], bound)
+    index, x0, x1, y0, y1, raw_left, raw_right = _locate(at, w, h, d, bound, inverse)
+    width, height = x1 - x0, y1 - y0
     one = jnp.ones_like(at)
-    raw_slopes = [one, *(d[..., k] for k in range(bins - 1)), one]
-    x0, width, y0, height, raw_left, raw_right = _pick(
-        at, ys if inverse else xs, xs, widths, ys, heights, raw_slopes[:-1], raw_slopes[1:]
-    )
     # Softplus of the two slopes in use, not of all K - 1; outer ones are exactly 1.
-    first, last = (ys[1], ys[-2]) if inverse else (xs[1], xs[-2])
-    left, right = MIN_SLOPE + _softplus(raw_left), MIN_SLOPE + _softplus(raw_right)
-    if bins == 1:
-        left, right = one, one
-    else:
-        left, right = jnp.where(at >= first, left, one), jnp.where(at >= last, one, right)
+    left = jnp.where(index == 0, one, MIN_SLOPE + _softplus(raw_left))
+    right = jnp.where(index == bins - 1, one, MIN_SLOPE + _softplus(raw_right))
     mean = height / width
     bend = left + right - 2 * mean
 
