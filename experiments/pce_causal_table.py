@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,8 +32,11 @@ def split_list(text: str) -> list[str]:
 
 
 def _csv_columns(path: Path) -> dict[str, np.ndarray]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.reader(file))
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.reader(file))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text; save it as UTF-8") from error
     if len(rows) < 2:
         raise ValueError(f"{path} has {len(rows)} lines, expected a heading and rows")
     names = [name.strip() for name in rows[0]]
@@ -126,7 +130,11 @@ def fit_table(
         X, xi = X[whole], xi[whole]
     given = split_list(families) or ["uniform"]
     config = dataclasses.replace(config, families=given * len(chosen) if len(given) == 1 else given)
-    graph = PCTCD(config).fit(X, xi, names=names, parameters=chosen)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        graph = PCTCD(config).fit(X, xi, names=names, parameters=chosen)
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
     resampled = graph.bootstrap(bootstrap)
 
     table = Table("edge", "mean strength [95 %]", "probability", "driven by", "its share", "norm")

@@ -155,7 +155,7 @@ def short(rows):
 def test_bad_tables_are_named(tmp_path, spoil, changes, message):
     path = tmp_path / "plant.csv"
     write_csv(path, spoil)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SystemExit, match=message):
         experiment.main(table=path, out=tmp_path, **TABLE | changes)
 
 
