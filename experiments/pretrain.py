@@ -11,8 +11,8 @@ Examples:
   --tokenizer tokenizer.json --run-dir /checkpoints/edl-3b
 
 Exit codes: 0 finished; 75 stopped by a signal after saving (start again to go on); 76 another
-process of the run is gone (start all again to go on); 2 wrong flags, data or directory; 1 failed
-while training.
+process of the run is gone or did not come (start all again to go on); 2 wrong flags, data or
+directory; 1 failed while training.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+
+if TYPE_CHECKING:
+    from jaxlib_papers.train.peers import PeerWatch
 
 __all__ = [
     "DataFlags",
@@ -164,9 +167,11 @@ class LaunchFlags:
     coordinator: OptionalStr = None
     """host:port of process 0, where nothing can be detected."""
     num_processes: OptionalInt = None
-    """Number of processes, with --coordinator."""
+    """Number of processes, with --coordinator; SLURM and Open MPI tell it."""
     process_id: OptionalInt = None
-    """Number of this process, with --coordinator."""
+    """Number of this process, with --coordinator; SLURM and Open MPI tell it."""
+    connect_timeout: int = 300
+    """Seconds to wait at the start until all processes are connected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,30 +212,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse(argv)
     _quiet()
     # Imported after parsing: --help should not wait for JAX.
-    import jax
-
-    from experiments import pretrain_dirs, pretrain_plan, pretrain_run
+    from experiments import pretrain_hosts, pretrain_plan
     from jaxlib_papers.train.checkpoint import CheckpointError
     from jaxlib_papers.train.host_memory import keep_freed_memory
-    from jaxlib_papers.train.loop import NonFiniteError
-    from jaxlib_papers.train.preemption import PREEMPTED_EXIT_CODE
 
     keep_freed_memory()
     try:
         if flags.dry_run:
             print(pretrain_plan.describe(flags))
             return 0
-        run = pretrain_run.prepare(flags)
+        with pretrain_hosts.connected(flags.launch) as watch:
+            return _run(flags, watch)
     except (ValueError, OSError, CheckpointError, ImportError) as error:
         return _fail(error, 2)
+
+
+def _run(flags: PretrainFlags, watch: PeerWatch | None) -> int:
+    """Trains; with several processes it ends this one if the others cannot end with it."""
+    import jax
+
+    from experiments import pretrain_hosts, pretrain_run
+    from jaxlib_papers.train.checkpoint import CheckpointError
+    from jaxlib_papers.train.loop import NonFiniteError
+    from jaxlib_papers.train.preemption import PREEMPTED_EXIT_CODE
+
+    try:
+        run = pretrain_run.prepare(flags)
+    except (ValueError, OSError, CheckpointError, ImportError) as error:
+        code = _fail(error, 2)
+        pretrain_hosts.leave(code, watch)
+        return code
     try:
         finished = run.train()
     except (CheckpointError, NonFiniteError, OSError, jax.errors.JaxRuntimeError) as error:
-        if jax.process_count() > 1 and pretrain_dirs.lost_process(error):
-            pretrain_dirs.leave_alone(error)
+        if jax.process_count() > 1 and pretrain_hosts.lost_process(error):
+            pretrain_hosts.leave_alone(error, watch)
         if isinstance(error, jax.errors.JaxRuntimeError):
             raise
-        return _fail(error, 1)
+        code = _fail(error, 1)
+        pretrain_hosts.leave(code, watch)
+        return code
     return 0 if finished else PREEMPTED_EXIT_CODE
 
 

@@ -1,13 +1,10 @@
-"""Where a run writes, and which processes take part in it."""
+"""Where a run writes."""
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
-import sys
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -17,87 +14,12 @@ from jaxlib_papers.train.checkpoint import CheckpointError
 from jaxlib_papers.train.resume import ResumeMode
 
 if TYPE_CHECKING:
-    from experiments.pretrain import LaunchFlags, PretrainFlags
+    from experiments.pretrain import PretrainFlags
 
-__all__ = [
-    "LOST_PROCESS_EXIT_CODE",
-    "RUNS",
-    "leave_alone",
-    "lost_process",
-    "open_run_directory",
-    "several_processes",
-    "start_processes",
-]
-
-LOST_PROCESS_EXIT_CODE = 76
-"""Exit code where another process of the run died: start all of them again."""
+__all__ = ["RUNS", "open_run_directory"]
 
 RUNS = pathlib.Path("runs")
 _STAMP = "%Y%m%d-%H%M%S"
-
-
-def several_processes(environ: Mapping[str, str]) -> bool:
-    """Whether the environment is that of one process of several.
-
-    What JAX itself would detect, but without waiting for others where a cluster is present and the
-    program was started alone on it (a shell inside an allocation).
-    """
-
-    def number(name: str) -> int:
-        text = environ.get(name, "")
-        return int(text) if text.isdigit() else 0
-
-    return (
-        number("SLURM_STEP_NUM_TASKS") > 1
-        or number("OMPI_COMM_WORLD_SIZE") > 1
-        or "," in environ.get("TPU_WORKER_HOSTNAMES", "")
-        or ("KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ)
-    )
-
-
-def start_processes(flags: LaunchFlags) -> None:
-    """Connects the processes of a run; nothing if there is one.
-
-    Raises:
-      ValueError: The coordinator flags are incomplete.
-    """
-    explicit = (flags.coordinator, flags.num_processes, flags.process_id)
-    if any(value is not None for value in explicit):
-        if any(value is None for value in explicit):
-            raise ValueError(
-                f"coordinator, num_processes, process_id: got {explicit}, expected all or none"
-            )
-        jax.distributed.initialize(*explicit)
-    elif flags.distributed == "on" or (
-        flags.distributed == "auto" and several_processes(os.environ)
-    ):
-        jax.distributed.initialize()
-
-
-def lost_process(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, says that another process cannot be reached."""
-    signs = ("connection closed", "connection reset", "connection refused", "timed out", "gloo",
-             "unavailable", "deadline_exceeded", "heartbeat", "broken pipe", "shutting down",
-             "nccl", "coordination", "aborted")  # fmt: skip
-    while error is not None:
-        text = str(error).lower()
-        if isinstance(error, RuntimeError) and any(sign in text for sign in signs):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def leave_alone(error: BaseException) -> None:
-    """Ends this process at once: the usual way out would wait for the process that is gone."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    print(
-        f"pretrain: process {jax.process_index()} of {jax.process_count()} stops: another process "
-        f"of the run is gone ({line}); start all of them again with the same --run-dir",
-        file=sys.stderr,
-        flush=True,
-    )
-    sys.stdout.flush()
-    os._exit(LOST_PROCESS_EXIT_CODE)
 
 
 def open_run_directory(flags: PretrainFlags) -> tuple[pathlib.Path, ResumeMode]:

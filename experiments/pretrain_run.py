@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from experiments import pretrain_dirs, pretrain_report, pretrain_settings
+from experiments import pretrain_dirs, pretrain_hosts, pretrain_report, pretrain_settings
 from experiments.pretrain_plan import check_batch_fits
 from experiments.pretrain_profile import profiled
 from experiments.pretrain_settings import Settings
@@ -248,6 +248,8 @@ class Run:
 def prepare(flags: PretrainFlags) -> Run:
     """Builds a run and finds everything that is wrong with it before a step is taken.
 
+    Several processes are connected before (`pretrain_hosts.connected`), and all of them call it.
+
     Args:
       flags: The command line.
 
@@ -255,19 +257,21 @@ def prepare(flags: PretrainFlags) -> Run:
       The run, at step 0 or at the step that it resumes from.
 
     Raises:
-      ValueError: Flags, data or a former run's configuration do not fit; the message says which.
+      ValueError: Flags, data or a former run's configuration do not fit, or the processes of the
+        run are not the same program with the same settings; the message says which.
       CheckpointError: A checkpoint must be resumed and there is none, or the run directory cannot
         be written.
     """
-    pretrain_dirs.start_processes(flags.launch)
-    settings = pretrain_settings.resolve(flags)
-    mesh = make_mesh(flags.mesh)
-    check_batch_fits(settings, mesh)
-    corpus = open_corpus(
-        flags.data.data, cache_dir=flags.data.cache_dir, heldout_fraction=flags.data.heldout
+    settings, mesh = pretrain_hosts.together(
+        lambda: _settings(flags),
+        lambda found: {
+            "flags": pretrain_hosts.agreed_flags(flags),
+            "settings": found[0].identity("") | {"loop": dataclasses.asdict(found[0].loop)},
+        },
     )
-    weights = normalised_weights(corpus.domains, settings.pipeline.weights)
-    check_domains_for_objective(settings.loss, sum(w > 0 for w in weights.values()))
+    corpus = pretrain_hosts.together(
+        lambda: _corpus(flags, settings), lambda found: {"corpus": found.fingerprint}
+    )
     index, count = host_slot(mesh) if jax.process_count() > 1 else (0, 1)
     pipeline = make_pipeline(
         corpus, settings.tokenizer, settings.pipeline, process_index=index, process_count=count
@@ -326,6 +330,20 @@ def prepare(flags: PretrainFlags) -> Run:
         checkpointer=checkpointer,
         identity=identity,
     )
+
+
+def _settings(flags: PretrainFlags) -> tuple[Settings, Mesh]:
+    settings, mesh = pretrain_settings.resolve(flags), make_mesh(flags.mesh)
+    check_batch_fits(settings, mesh)
+    return settings, mesh
+
+
+def _corpus(flags: PretrainFlags, settings: Settings) -> Corpus:
+    data = flags.data
+    corpus = open_corpus(data.data, cache_dir=data.cache_dir, heldout_fraction=data.heldout)
+    weights = normalised_weights(corpus.domains, settings.pipeline.weights)
+    check_domains_for_objective(settings.loss, sum(w > 0 for w in weights.values()))
+    return corpus
 
 
 def _restore(checkpointer: Checkpointer, target: Any, step: int, mode: str) -> Restored:

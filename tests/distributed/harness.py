@@ -15,15 +15,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_program"]
+__all__ = ["PROGRAMS", "ROOT", "clean_environment", "free_port", "run_program"]
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-def _environment(devices: int) -> dict[str, str]:
+def clean_environment(devices: int) -> dict[str, str]:
+    """The environment of a process with so many devices."""
     # Nothing that a cluster's launcher or the caller set may reach JAX's own cluster detection.
-    foreign = ("SLURM_", "OMPI_", "JAX_", "XLA_")
+    foreign = ("SLURM_", "OMPI_", "PMIX_", "JAX_", "XLA_", "KUBERNETES_", "TPU_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return env | {
         "JAX_PLATFORMS": "cpu",
@@ -36,7 +37,8 @@ def _environment(devices: int) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -64,7 +66,7 @@ def run_program(
       AssertionError: If a process fails; with the end of its output.
     """
     command = [sys.executable, str(PROGRAMS / f"{name}.py"), *args]
-    coordinator = f"127.0.0.1:{_free_port()}"
+    coordinator = f"127.0.0.1:{free_port()}"
     running = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -75,7 +77,7 @@ def run_program(
                 log = open(Path(folder) / f"{index}.log", "w+")  # noqa: SIM115
                 process = subprocess.Popen(
                     command + (where if processes > 1 else []),
-                    env=_environment(devices),
+                    env=clean_environment(devices),
                     cwd=ROOT,
                     stdout=log,
                     stderr=subprocess.STDOUT,

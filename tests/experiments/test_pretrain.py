@@ -327,24 +327,6 @@ def test_help_is_grouped_and_needs_no_jax_start():
         assert text in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("environ", "several"),
-    [
-        ({}, False),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, False),  # a shell inside an allocation
-        ({"SLURM_STEP_NUM_TASKS": "8"}, True),
-        ({"SLURM_STEP_NUM_TASKS": "1"}, False),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
-        ({"KUBERNETES_SERVICE_HOST": "x"}, False),
-        ({"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "0"}, True),
-    ],
-)
-def test_several_processes_are_recognised(environ, several):
-    assert pretrain_dirs.several_processes(environ) == several
-
-
 TWO_PROCESSES = """
     import os, signal, sys, time, jax
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
