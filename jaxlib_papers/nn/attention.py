@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxlib_papers.nn.cache import LayerCache, cached_attention
 from jaxlib_papers.nn.config import DecoderConfig
+from jaxlib_papers.nn.context_parallel import context_parallel_attention
 from jaxlib_papers.nn.layers import RMSNorm, normal_param, project
 from jaxlib_papers.nn.partitioning import constrain, current_sharding, logical_to_spec
 from jaxlib_papers.ops.rope import apply_rope
@@ -43,11 +44,11 @@ def sharded_attention(
     window: int | None = None,
     logit_softcap: float | None = None,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Causal attention, each device on its own rows and heads.
+    """Causal attention, each device on its own rows, heads and part of the sequence.
 
-    Inside `nn.partitioning.use_sharding` the kernel runs in `jax.shard_map` over batch and heads
-    (a kernel can't be partitioned automatically); the sequence is gathered where a context axis
-    splits it. Key heads that the tensor axis does not divide are repeated.
+    Inside `nn.partitioning.use_sharding` the kernel runs in `jax.shard_map` (a kernel can't be
+    partitioned automatically); where a context axis splits the sequence, keys and values go round
+    (`nn.context_parallel`). Key heads that the tensor axis does not divide are repeated.
 
     Args:
       q: Queries.
@@ -76,13 +77,25 @@ def sharded_attention(
     if context is None or context[0].size == 1:
         return local(q, k, v, *segments)
     mesh, rules = context
-    q_spec = logical_to_spec(("batch", None, "heads_act", None), q.shape, rules, mesh, name="q")
-    names = ("batch", None, "kv_heads_act", None)
+    q_spec = logical_to_spec(("batch", "seq", "heads_act", None), q.shape, rules, mesh, name="q")
+    names = ("batch", "seq", "kv_heads_act", None)
     if logical_to_spec(names, k.shape, rules, mesh, name="k")[2] != q_spec[2]:
         k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
-    rows = PartitionSpec(q_spec[0], None)
+    rows, along = PartitionSpec(*q_spec[:2]), q_spec[1]
+
+    def part(q: Array, k: Array, v: Array, *segments: Array) -> Array:
+        return context_parallel_attention(
+            q,
+            k,
+            v,
+            segments[0] if segments else None,
+            axis_name=along,
+            window=window,
+            logit_softcap=logit_softcap,
+        )
+
     return jax.shard_map(
-        local,
+        local if along is None else part,
         mesh=mesh,
         in_specs=(q_spec, q_spec, q_spec, *(rows for _ in segments)),
         out_specs=q_spec,

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from jaxlib_papers.nn.config import DecoderConfig
 from jaxlib_papers.nn.layers import SwiGLU, normal_param
 from jaxlib_papers.nn.partitioning import current_sharding, logical_to_spec
 from jaxlib_papers.ops.expert_dispatch import route_top_k
+from jaxlib_papers.ops.expert_exchange import exchanged_expert_mixture
 from jaxlib_papers.ops.expert_mixture import expert_mixture
+from kernels_pallas.tiling import align_varying
 
 __all__ = ["MoELayer", "RouterOutput", "expert_mixture"]
 
@@ -38,8 +43,10 @@ class RouterOutput(NamedTuple):
 class MoELayer(nnx.Module):
     """A mixture of experts in place of a feed-forward network.
 
-    Under `nn.partitioning.use_sharding` each device routes its own tokens (over all experts) and
-    runs the experts that it holds; results are summed over the expert and tensor axes.
+    Under `nn.partitioning.use_sharding` each device routes its own tokens over all experts. Where
+    the mesh axis of the experts splits the tokens too (as the default rules say), tokens travel to
+    their experts and back (`ops.expert_exchange`); where it does not, each device runs the experts
+    that it holds on the tokens that it shares with the others, and results are summed.
 
     Args:
       config: The decoder's configuration, with ``moe``.
@@ -120,20 +127,18 @@ class MoELayer(nnx.Module):
         down = self.down[...].astype(x.dtype)
         factor = self.config.capacity_factor
 
-        def local(
-            x: Array, indices: Array, weights: Array, gate_up: Array, down: Array
+        def mixture(
+            function: Callable[..., tuple[Array, Array]],
+            x: Array,
+            indices: Array,
+            weights: Array,
+            *experts: Array,
         ) -> tuple[Array, Array]:
-            shape = x.shape
-            y, dropped = expert_mixture(
-                x.reshape(-1, shape[2]),
-                indices.reshape(-1, indices.shape[2]),
-                weights.reshape(-1, weights.shape[2]),
-                gate_up,
-                down,
-                capacity_factor=factor,
-            )
-            return y.reshape(shape), dropped
+            tokens = (a.reshape(-1, a.shape[2]) for a in (x, indices, weights))
+            y, dropped = function(*tokens, *experts, capacity_factor=factor)
+            return y.reshape(x.shape), dropped
 
+        local = functools.partial(mixture, expert_mixture)
         context = current_sharding()
         if context is None or context[0].size == 1:
             return local(x, indices, weights, gate_up, down)
@@ -141,17 +146,33 @@ class MoELayer(nnx.Module):
         mesh, rules = context
         spec = logical_to_spec(("batch", "seq", None), x.shape, rules, mesh, name="x")
         up_spec = logical_to_spec(
-            ("experts", None, None, "expert_mlp"), gate_up.shape, rules, mesh, name="gate_up"
+            ("experts", "embed", None, "expert_mlp"), gate_up.shape, rules, mesh, name="gate_up"
         )
-        down_spec = PartitionSpec(up_spec[0], up_spec[3], None)
-        token_axes, expert_axes, hidden_axes = (
+        down_spec = PartitionSpec(up_spec[0], up_spec[3], up_spec[1])
+        token_axes, expert_axes, embed_axes, hidden_axes = (
             tuple(a for entry in entries if entry for a in _names(entry))
-            for entries in (spec, up_spec[:1], up_spec[3:])
+            for entries in (spec, up_spec[:1], up_spec[1:2], up_spec[3:])
         )
+        exchanged = bool(expert_axes) and set(expert_axes) <= set(token_axes)
+
+        def whole(matrices: Array, axis: int, x: Array) -> Array:
+            """Gathered by hand: its transpose is then a reduce-scatter, and not an all-reduce."""
+            matrices, _ = align_varying(matrices, x)  # sums over replicas are sums of shards
+            if embed_axes:
+                matrices = lax.all_gather(matrices, embed_axes, axis=axis, tiled=True)
+            return checkpoint_name(matrices, _GATHERED)
 
         def on_device(
             x: Array, indices: Array, weights: Array, gate_up: Array, down: Array
         ) -> tuple[Array, Array]:
+            gate_up, down = whole(gate_up, 1, x), whole(down, 2, x)
+            if exchanged:
+                exchange = functools.partial(
+                    exchanged_expert_mixture, axis_name=expert_axes, ragged=ragged
+                )
+                y, dropped = mixture(exchange, x, indices, weights, gate_up, down)
+                y = lax.psum(y, hidden_axes)
+                return y, lax.psum(dropped, token_axes)
             if expert_axes:
                 indices = indices - lax.axis_index(expert_axes) * gate_up.shape[0]
             y, dropped = local(x, indices, weights, gate_up, down)
@@ -159,12 +180,23 @@ class MoELayer(nnx.Module):
             # Each device of the tensor axis dropped the same assignments.
             return y, lax.psum(dropped, (*token_axes, *expert_axes))
 
+        ragged = factor is None and _sends_ragged(mesh)
+        # One layer's gathered experts are much; they are gathered again in the backward pass.
+        keep = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
         return jax.shard_map(
-            on_device,
+            jax.checkpoint(on_device, policy=keep) if embed_axes else on_device,
             mesh=mesh,
             in_specs=(spec, spec, spec, up_spec, down_spec),
             out_specs=(spec, PartitionSpec()),
         )(x, indices, weights, gate_up, down)
+
+
+_GATHERED = "gathered_experts"
+
+
+def _sends_ragged(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices have an all-to-all of parts of any size: XLA's CPU has not."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("tpu", "gpu", "cuda")
 
 
 def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:

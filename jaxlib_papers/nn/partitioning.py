@@ -108,7 +108,7 @@ DEFAULT_RULES = ShardingRules(
         ("expert_mlp", "tensor"),
         ("norm", None),
         # Activations.
-        ("batch", ("data", "fsdp")),
+        ("batch", ("data", "fsdp", "expert")),
         ("seq", "context"),
         ("embed_act", None),
         ("heads_act", "tensor"),
@@ -121,7 +121,11 @@ DEFAULT_RULES = ShardingRules(
     # Few KV heads on a wide tensor axis: each device keeps all of them, as is usual.
     replicate_if_indivisible=frozenset({"kv_heads", "kv_heads_act"}),
 )
-"""Data parallelism over (data, fsdp), parameters split over fsdp, tensor and expert."""
+"""Rows over (data, fsdp, expert), parameters split over fsdp, tensor and expert.
+
+Tokens travel to the devices that hold their experts. With fewer rows than that product,
+``rules.override(batch=("data", "fsdp"))`` lets the devices of the expert axis share their rows.
+"""
 
 
 def logical_to_spec(

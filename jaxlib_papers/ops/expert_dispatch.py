@@ -24,6 +24,7 @@ __all__ = [
     "per_assignment",
     "plan_dispatch",
     "route_top_k",
+    "sum_rows",
     "take_rows",
     "weights_of_rows",
 ]
@@ -257,6 +258,31 @@ def _take_bwd(dispatch: Dispatch, dy: Array) -> tuple[Array, None]:
 
 
 take_rows.defvjp(_take_fwd, _take_bwd)
+
+
+@jax.custom_vjp
+def sum_rows(rows: Float[Array, "rows dim"], dispatch: Dispatch) -> Float[Array, "tokens dim"]:
+    """Sums each token's rows, which are weighted already: the transpose of `take_rows`.
+
+    Args:
+      rows: The experts' weighted results.
+      dispatch: The tables that the rows were taken with.
+
+    Returns:
+      Token vectors in the dtype of ``rows``, summed in float32 or better.
+    """
+    return _sum_of_slots(rows, dispatch).astype(rows.dtype)
+
+
+def _sum_fwd(rows: Array, dispatch: Dispatch) -> tuple[Array, Dispatch]:
+    return sum_rows(rows, dispatch), dispatch
+
+
+def _sum_bwd(dispatch: Dispatch, dy: Array) -> tuple[Array, None]:
+    return _rows_of_tokens(dy, dispatch), None
+
+
+sum_rows.defvjp(_sum_fwd, _sum_bwd)
 
 
 @jax.custom_vjp

@@ -9,7 +9,13 @@ from tests.distributed.harness import run_program
 
 pytestmark = pytest.mark.distributed
 
-MESHES = ("data=8", "fsdp=8", "data=2,fsdp=2,expert=2", "data=4,tensor=2")
+MESHES = (
+    "data=8",
+    "fsdp=8",
+    "data=2,fsdp=2,expert=2",
+    "data=4,tensor=2",
+    "fsdp=2,expert=2,context=2",
+)
 # Cut into two micro-batches with whole-batch statistics, it is still the same training.
 ACCUMULATED = "data=2,fsdp=2,tensor=2/2"
 

@@ -15,6 +15,7 @@ from jaxlib_papers.ops.expert_dispatch import (
     expert_capacity,
     plan_dispatch,
     route_top_k,
+    sum_rows,
     take_rows,
 )
 
@@ -142,6 +143,21 @@ def test_bfloat16_rows_are_summed_in_float32():
     assert float(pullback(jnp.ones_like(rows))[0][0, 0]) == 300
     y = combine_rows(rows, jnp.ones((tokens, top_k)), plan)
     assert y.dtype == jnp.bfloat16 and float(y[0, 0]) == 300
+
+
+def test_sum_of_rows_is_the_transpose_of_taking_them():
+    indices = draw_indices(9, 11, 3, 4, 0.2)
+    rng = np.random.default_rng(10)
+    for capacity in (None, 3):
+        plan = plan_dispatch(jnp.asarray(indices), 4, capacity=capacity)
+        x = jnp.asarray(rng.normal(size=(11, 2)), jnp.float32)
+        rows, pullback = jax.vjp(lambda x, plan=plan: take_rows(x, plan), x)
+        some = jnp.asarray(rng.normal(size=rows.shape), jnp.float32)
+        y, sum_pullback = jax.vjp(lambda rows, plan=plan: sum_rows(rows, plan), some)
+        np.testing.assert_allclose(y, pullback(some)[0], rtol=1e-6)
+        np.testing.assert_allclose(sum_pullback(x)[0], rows, rtol=1e-6)
+        ones = jnp.ones((11, 3), jnp.float32)
+        np.testing.assert_allclose(y, combine_rows(some, ones, plan), rtol=1e-6)
 
 
 def test_no_scatter_in_either_direction():

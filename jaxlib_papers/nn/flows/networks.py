@@ -164,18 +164,54 @@ class CausalLayer(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch steps width"]) -> Float[Array, "*batch steps width"]:
         """Applies the layer."""
-        steps, width = x.shape[-2:]
-        size = width // self.heads
-        mixed = self.mixed(self.attention_norm(x))
-        mixed = mixed.reshape(*x.shape[:-1], 3, self.heads, size)
-        query, key, value = (mixed[..., i, :, :] for i in range(3))
-        logits = jnp.einsum("...qhd,...khd->...hqk", query, key) / math.sqrt(size)
+        steps = x.shape[-2]
+        query, key, value = self._mix(x)
+        logits = jnp.einsum("...qhd,...khd->...hqk", query, key) / math.sqrt(query.shape[-1])
         hidden = jnp.asarray(np.triu(np.ones((steps, steps), bool), 1))
         hidden = hidden.reshape((1,) * (logits.ndim - 2) + hidden.shape)
         weights = jax.nn.softmax(jnp.where(hidden, -jnp.inf, logits), axis=-1)
         seen = jnp.einsum("...hqk,...khd->...qhd", weights, value)
-        x = x + self.out(seen.reshape(x.shape))
+        return self._feed(x, seen.reshape(x.shape))
+
+    def _mix(self, x: Array) -> tuple[Array, ...]:
+        """Queries, keys and values, [..., heads, size] each."""
+        mixed = self.mixed(self.attention_norm(x))
+        mixed = mixed.reshape(*x.shape[:-1], 3, self.heads, x.shape[-1] // self.heads)
+        return tuple(mixed[..., i, :, :] for i in range(3))
+
+    def _feed(self, x: Array, seen: Array) -> Array:
+        x = x + self.out(seen)
         return x + self.feed(self.feed_norm(x))
+
+    def no_steps(self, like: Float[Array, "*batch width"], steps: int) -> tuple[Array, Array]:
+        """Empty memory of keys and values for `step`, [*batch, steps, heads, size] each."""
+        shape = (*like.shape[:-1], steps, self.heads, like.shape[-1] // self.heads)
+        return jnp.zeros(shape, like.dtype), jnp.zeros(shape, like.dtype)
+
+    def step(
+        self, x: Float[Array, "*batch width"], memory: tuple[Array, Array], time: Array
+    ) -> tuple[Float[Array, "*batch width"], tuple[Array, Array]]:
+        """The layer at one time, given keys and values of the times before.
+
+        Args:
+          x: Input at this time.
+          memory: Of `no_steps`, filled by the steps before.
+          time: Which step this is, from 0; int32 scalar.
+
+        Returns:
+          (output at this time, memory that holds this step too).
+        """
+        query, *new = self._mix(x)
+        keys, values = (
+            jax.lax.dynamic_update_index_in_dim(old, now, time, old.ndim - 3)
+            for old, now in zip(memory, new, strict=True)
+        )
+        logits = jnp.einsum("...hd,...khd->...hk", query, keys) / math.sqrt(query.shape[-1])
+        later = jnp.arange(keys.shape[-3]) > time
+        later = later.reshape((1,) * (logits.ndim - 1) + later.shape)
+        weights = jax.nn.softmax(jnp.where(later, -jnp.inf, logits), axis=-1)
+        seen = jnp.einsum("...hk,...khd->...hd", weights, values)
+        return self._feed(x, seen.reshape(x.shape)), (keys, values)
 
 
 class GRU(nnx.Module):

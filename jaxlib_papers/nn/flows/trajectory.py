@@ -68,15 +68,52 @@ class _Block(nnx.Module):
         if self.history is not None and code is not None:
             x = x + self.history(code)[..., None, :]
         x, _ = jax.lax.scan(lambda x, layer: (layer(x), None), x, self.layers)
+        return self._head(x)
+
+    def _head(self, x: Array) -> tuple[Array, Array]:
         mean, raw = jnp.split(self.head(self.norm(x)), 2, axis=-1)
         return mean, bounded_log_scale(raw)
+
+    def invert(self, z: Array, code: Array | None) -> tuple[Array, Array]:
+        """(y, sum of log-scales) with z = (y - mu) exp(-a), step after step.
+
+        Each layer remembers keys and values of the steps before, so that a step costs one token
+        and not a whole pass.
+        """
+        steps = z.shape[-2]
+        positions = self.positions[...].astype(z.dtype)
+        start = jnp.zeros((*z.shape[:-2], positions.shape[-1]), z.dtype)
+        if self.history is not None and code is not None:
+            start = start + self.history(code)
+
+        def layer(state: tuple[Array, Array], pair: tuple[CausalLayer, tuple[Array, Array]]):
+            x, time = state
+            one, memory = pair
+            x, memory = one.step(x, memory, time)
+            return (x, time), memory
+
+        def step(state: tuple, now: tuple[Array, Array]):
+            token, memory, total = state
+            time, z = now
+            x = start + token + positions[time].reshape((1,) * (z.ndim - 1) + (-1,))
+            (x, _), memory = jax.lax.scan(layer, (x, time), (self.layers, memory))
+            mean, scale = self._head(x)
+            y = z * jnp.exp(scale) + mean
+            return (self.embed(y), memory, total + jnp.sum(scale, axis=-1)), y
+
+        memory = jax.vmap(lambda one: one.no_steps(start, steps))(self.layers)
+        state = (jnp.zeros_like(start), memory, jnp.zeros(z.shape[:-2], z.dtype))
+        times = jnp.arange(steps, dtype=jnp.int32)
+        (_, _, total), y = jax.lax.scan(step, state, (times, jnp.moveaxis(z, -2, 0)))
+        return jnp.moveaxis(y, 0, -2), total
 
 
 class TrajectoryFlow(Flow):
     """Density of whole future trajectories [horizon, channels] given a history.
 
     The joint density of all steps makes one score, so one conformal threshold gives one set of
-    trajectories. A density takes one pass a block, a sample `horizon` passes.
+    trajectories. A density takes one pass a block; a sample takes its steps one after another, with
+    keys and values of the steps before kept.
 
     Args:
       horizon: Steps H of y.
@@ -166,8 +203,6 @@ class TrajectoryFlow(Flow):
 
     def _inverse(self, z: Array, x: Array | None) -> tuple[Array, Array]:
         code = self._code(x)
-        steps = z.shape[-2]
-        times = jnp.arange(steps).reshape((1,) * (z.ndim - 2) + (steps, 1))
 
         def step(carry: tuple[Array, Array], block: _Block):
             z, total = carry
@@ -175,16 +210,8 @@ class TrajectoryFlow(Flow):
             if block.within is not None:
                 z, logdet = block.within._inverse(z, None)
                 total = total + jnp.sum(logdet, axis=-1)
-
-            def at(time: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-                y, _ = state
-                mean, scale = block.scales(y, code)
-                return jnp.where(times == time, z * jnp.exp(scale) + mean, y), scale
-
-            blank = (jnp.zeros_like(z), jnp.zeros_like(z))
-            # Scales of the last pass are right for every step: each sees only steps before it.
-            y, scale = jax.lax.fori_loop(0, steps, at, blank)
-            return (y, total + jnp.sum(scale, axis=(-2, -1))), None
+            y, scale = block.invert(z, code)
+            return (y, total + scale), None
 
         start = (z, jnp.zeros(z.shape[:-2], z.dtype))
         return jax.lax.scan(step, start, self.blocks, reverse=True)[0]

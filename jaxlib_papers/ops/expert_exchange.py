@@ -1,0 +1,189 @@
+"""Tokens travel to the devices that hold their experts, and their results travel back.
+
+For use inside `jax.shard_map`, where every device has tokens and experts of its own. Two ways:
+
+* ragged: rows are sorted by destination and each device sends exactly what it has
+  (`jax.lax.ragged_all_to_all`). Nothing is dropped, and what is sent is
+  ``tokens * top_k * width`` values each way. TPU and GPU.
+* in slots: every destination gets the same number of slots. With a capacity factor slots belong to
+  experts, and what finds none is dropped and counted. Without one there are slots for the worst
+  case: nothing is dropped, but mostly zeros are sent. Any platform.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxlib_papers.ops.checks import float_dtype
+from jaxlib_papers.ops.expert_dispatch import (
+    Dispatch,
+    expert_capacity,
+    plan_dispatch,
+    sum_rows,
+    take_rows,
+    weights_of_rows,
+)
+from jaxlib_papers.ops.expert_mixture import expert_mixture
+from kernels_pallas.tiling import align_varying
+
+__all__ = ["exchanged_expert_mixture"]
+
+AxisNames = str | tuple[str, ...]
+
+
+def exchanged_expert_mixture(
+    x: Float[Array, "tokens embed"],
+    indices: Int[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    gate_up: Float[Array, "local_experts embed two hidden"],
+    down: Float[Array, "local_experts hidden embed"],
+    *,
+    axis_name: AxisNames,
+    capacity_factor: float | None = None,
+    ragged: bool = False,
+) -> tuple[Float[Array, "tokens embed"], Int[Array, ""]]:
+    """`ops.expert_mixture.expert_mixture` with the experts spread over a mesh axis.
+
+    Call it inside `jax.shard_map`. Device i of the axis holds the experts from
+    ``i * local_experts`` on and tokens that the others don't have.
+
+    Args:
+      x: This device's token vectors.
+      indices: Experts of each token, out of those of all devices; one outside adds nothing.
+      weights: Their weights, float32. They travel with the rows, so that results come back
+        weighted and nothing but the tokens is kept for the backward pass.
+      gate_up: First matrices of this device's experts, gate before up.
+      down: Second matrices.
+      axis_name: Mesh axis (or axes) over which experts and tokens are spread.
+      capacity_factor: None drops nothing. A number gives every expert that many times its balanced
+        share of each device's tokens; later tokens past it are dropped.
+      ragged: Send exactly the rows that there are; see the module.
+
+    Returns:
+      (y [tokens, embed] in the dtype of x, number of this device's assignments dropped, int32).
+
+    Raises:
+      ValueError: ragged together with a capacity factor.
+
+    Source: GShard, arXiv 2006.16668, section 3.3 (slots); MegaBlocks, arXiv 2211.15841 (without
+      drops).
+    """
+    if ragged and capacity_factor is not None:
+        raise ValueError("exchanged_expert_mixture: capacity_factor fixes slots; take ragged=False")
+    x, indices, weights = align_varying(x, indices, weights)
+    tokens, top_k = indices.shape
+    local = gate_up.shape[0]
+    devices = lax.axis_size(axis_name)
+    experts = devices * local
+    if capacity_factor is not None:
+        slots = expert_capacity(tokens, experts, top_k, capacity_factor)
+        dispatch = plan_dispatch(indices, experts, capacity=slots)
+    else:
+        outside = (indices < 0) | (indices >= experts)
+        owner = jnp.where(outside, jnp.full_like(indices, devices), indices // local)
+        slots = None if ragged else max(tokens * top_k, 1)
+        dispatch = plan_dispatch(owner, devices, capacity=slots)
+
+    rows = take_rows(x, dispatch)
+    # Which of its owner's experts a row is for (-1: none) and the weight, side by side.
+    wide = float_dtype(weights)
+    number = weights_of_rows((indices % local + 1).astype(wide), dispatch) - 1
+    labels = jnp.stack([weights_of_rows(weights.astype(wide), dispatch), number], axis=1)
+
+    exchange = _Ragged.plan(dispatch, axis_name) if ragged else _Slots(axis_name)
+    received, labels = exchange.there(rows), exchange.there(labels)
+    weight, number = labels[:, :1], lax.stop_gradient(labels[:, 1:]).astype(jnp.int32)
+    if ragged:  # rows past the last one received
+        past = lax.iota(jnp.int32, received.shape[0]) >= exchange.received
+        number = jnp.where(past[:, None], jnp.full_like(number, -1), number)
+    results, _ = expert_mixture(received, number, weight.astype(weights.dtype), gate_up, down)
+    y = sum_rows(exchange.back(results), dispatch)
+    if dispatch.kept is None:
+        return y, jnp.zeros((), jnp.int32)
+    real = (indices >= 0) & (indices < experts)
+    return y, jnp.sum(real & ~dispatch.kept, dtype=jnp.int32)
+
+
+class _Slots(NamedTuple):
+    """Equal parts to and from every device."""
+
+    axis_name: AxisNames
+
+    def there(self, rows: Array) -> Array:
+        return lax.all_to_all(rows, self.axis_name, 0, 0, tiled=True)
+
+    back = there
+
+
+class _Ragged(NamedTuple):
+    """Parts of any size.
+
+    Attributes:
+      axis_name: Mesh axis.
+      sizes: Rows that this device sends to each, [devices].
+      starts: Where they start here.
+      places: Where they go on their receivers.
+      from_sizes: Rows that come from each.
+      from_starts: Where those go here.
+      from_places: Where those lay on their senders.
+    """
+
+    axis_name: AxisNames
+    sizes: Array
+    starts: Array
+    places: Array
+    from_sizes: Array
+    from_starts: Array
+    from_places: Array
+
+    @classmethod
+    def plan(cls, dispatch: Dispatch, axis_name: AxisNames) -> _Ragged:
+        sizes = dispatch.group_sizes
+        table = lax.all_gather(sizes, axis_name)  # [from, to]
+        me = lax.axis_index(axis_name)
+        before = jnp.cumsum(table, axis=0) - table  # in each receiver, rows of earlier senders
+        inside = jnp.cumsum(table, axis=1) - table  # in each sender, rows to earlier receivers
+        return cls(
+            axis_name,
+            sizes=sizes,
+            starts=inside[me],
+            places=before[me],
+            from_sizes=table[:, me],
+            from_starts=before[:, me],
+            from_places=inside[:, me],
+        )
+
+    @property
+    def received(self) -> Array:
+        return jnp.sum(self.from_sizes)
+
+    def there(self, rows: Array) -> Array:
+        # All rows of all devices may come to one.
+        room = jnp.zeros((rows.shape[0] * self.sizes.shape[0], *rows.shape[1:]), rows.dtype)
+        room = align_varying(room, rows)[0]
+        return lax.ragged_all_to_all(
+            rows,
+            room,
+            self.starts,
+            self.sizes,
+            self.places,
+            self.from_sizes,
+            axis_name=self.axis_name,
+        )
+
+    def back(self, rows: Array) -> Array:
+        room = jnp.zeros((rows.shape[0] // self.sizes.shape[0], *rows.shape[1:]), rows.dtype)
+        room = align_varying(room, rows)[0]
+        return lax.ragged_all_to_all(
+            rows,
+            room,
+            self.from_starts,
+            self.from_sizes,
+            self.from_places,
+            self.sizes,
+            axis_name=self.axis_name,
+        )

@@ -1,0 +1,130 @@
+"""Experts and sequences spread over eight devices, against one device.
+
+Prints, by case, how far value and gradients are from those of one device (relative to the largest
+entry of each, or to 0.1), the share of dropped assignments, and the compiled layer's collectives.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlib_papers.nn.attention import sharded_attention
+from jaxlib_papers.nn.config import DecoderConfig, MoEConfig
+from jaxlib_papers.nn.moe import MoELayer
+from jaxlib_papers.nn.partitioning import DEFAULT_RULES, use_sharding
+from jaxlib_papers.train.mesh import make_mesh
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+CONFIG = DecoderConfig(
+    vocab_size=7,
+    num_layers=1,
+    embed_dim=16,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    init_std=0.5,
+    moe=MoEConfig(8, 2, expert_dim=12),
+)
+SHARED_ROWS = DEFAULT_RULES.override(batch=("data", "fsdp"))
+
+
+def far(tree, reference):
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(reference), strict=True)
+    # Some gradients are zero but for rounding (a window of one key).
+    return max(float(jnp.max(jnp.abs(x - r)) / max(jnp.max(jnp.abs(r)), 0.1)) for x, r in pairs)
+
+
+def layer_of(factor, embed=16):
+    moe = dataclasses.replace(CONFIG.moe, capacity_factor=factor)
+    return MoELayer(dataclasses.replace(CONFIG, moe=moe, embed_dim=embed), key=jax.random.key(0))
+
+
+def mixture(mesh, rules=DEFAULT_RULES, factor=None):
+    x = jax.random.normal(jax.random.key(1), (8, 16, 16))
+
+    def run(layer, x):
+        def loss(layer, x):
+            y, router = layer(x)
+            return jnp.sum(jnp.sin(y)), (y, router.dropped_fraction)
+
+        with use_sharding(mesh, rules):
+            return jax.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+
+    grads, (y, dropped) = jax.jit(run)(layer_of(factor), x)
+    return (grads, y), None if dropped is None else float(dropped)
+
+
+def attention(mesh, window, segmented):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(4, 48, h, 8)), jnp.float32) for h in (4, 2, 2))
+    ids = jnp.asarray(np.sort(rng.integers(0, 4, (4, 48)), axis=1), jnp.int32)
+
+    def run(q, k, v):
+        def loss(q, k, v):
+            y = sharded_attention(
+                q, k, v, ids if segmented else None, window=window, logit_softcap=3.0
+            )
+            return jnp.sum(jnp.sin(y)), y
+
+        with use_sharding(mesh, DEFAULT_RULES):
+            return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+
+    return jax.jit(run)(q, k, v)
+
+
+def collectives(mesh):
+    """Bytes of the results of each kind of collective in the layer's gradient, by compiled HLO."""
+    x = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)
+
+    def run(layer, x):
+        with use_sharding(mesh, DEFAULT_RULES):
+            return jax.grad(lambda layer, x: jnp.sum(layer(x)[0]), argnums=(0, 1))(layer, x)
+
+    text = jax.jit(run).lower(layer_of(None, 64), x).compile().as_text()
+    sizes = collections.Counter()
+    pattern = r"= \(?f32\[([\d,]*)\]\S*.*? (all-reduce|reduce-scatter|all-gather|all-to-all)\("
+    for dims, kind in re.findall(pattern, text):
+        largest = int(np.prod([int(n) for n in dims.split(",") if n]))
+        sizes[kind] = max(sizes[kind], 4 * largest)
+    return dict(sizes)
+
+
+def main() -> None:
+    out = {}
+    one, _ = mixture(None)
+    for text in ("expert=8", "data=2,expert=2,tensor=2", "fsdp=2,expert=2,context=2"):
+        out[f"mixture {text}"] = far(mixture(make_mesh(text))[0], one)
+    mesh = make_mesh("fsdp=2,expert=4")
+    out["mixture shared rows"] = far(mixture(mesh, SHARED_ROWS)[0], one)
+    roomy, dropped = mixture(mesh, factor=8.0)
+    out["mixture roomy"] = far(roomy, one)
+    out["dropped roomy"] = dropped
+    # Slots are counted on each device's own tokens, with and without the exchange.
+    out["dropped tight"] = mixture(mesh, factor=0.5)[1]
+    out["dropped tight, no exchange"] = mixture(make_mesh("fsdp=8"), factor=0.5)[1]
+    for window, segmented, text in (
+        (None, True, "context=8"),
+        (None, False, "data=2,context=2,tensor=2"),
+        (1, False, "context=8"),
+        (17, True, "data=2,context=4"),
+        (100, False, "context=8"),
+    ):
+        far_off = far(
+            attention(make_mesh(text), window, segmented), attention(None, window, segmented)
+        )
+        out[f"attention {window} {text}"] = far_off
+    out["collectives fsdp=8"] = collectives(make_mesh("fsdp=8"))
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()
