@@ -37,8 +37,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from jaxlib_papers import __version__
+
 __all__ = [
     "CheckpointError",
+    "CheckpointFormatError",
     "CheckpointMismatchError",
     "Checkpointer",
     "Restored",
@@ -51,6 +54,10 @@ _FORMAT = 1
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or found; the message names the last one that is valid."""
+
+
+class CheckpointFormatError(CheckpointError):
+    """A checkpoint was written by a later version, whose format this one does not know."""
 
 
 class CheckpointMismatchError(ValueError):
@@ -143,6 +150,7 @@ class Checkpointer:
         Raises:
           ValueError: A retention number below 1.
           CheckpointError: The directory cannot be made or written.
+          CheckpointFormatError: A step in it was written by a later version; nothing is changed.
         """
         if keep_last < 1:
             raise ValueError(f"keep_last: got {keep_last}, expected at least 1")
@@ -151,6 +159,7 @@ class Checkpointer:
         self.directory = epath.Path(directory).absolute()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            self._refuse_newer_formats()
             if jax.process_index() == 0:
                 self._set_incomplete_aside()
             _barrier("checkpoint-directory-ready")
@@ -328,6 +337,19 @@ class Checkpointer:
             f"{_first_line(error)}"
         ) from error
 
+    def _refuse_newer_formats(self) -> None:
+        """Such a step is whole for those who can read it: it is not set aside as incomplete."""
+        for path in self.directory.iterdir():
+            meta = _read_meta(path) if path.name.isdigit() else {}
+            number = meta.get("format")
+            # The digest tells a later version from a bit that changed in the number.
+            if isinstance(number, int) and number > _FORMAT and _has_its_digest(meta):
+                raise CheckpointFormatError(
+                    f"{path} is a checkpoint of format {number}, and jaxlib_papers {__version__} "
+                    f"knows formats up to {_FORMAT}: resume with the version that wrote it, or use "
+                    "another run directory; nothing was changed"
+                )
+
     def _set_incomplete_aside(self) -> None:
         for path in list(self.directory.iterdir()):
             if not path.name.isdigit() or _is_complete(path):
@@ -343,19 +365,30 @@ class Checkpointer:
 
 
 def _is_complete(path: epath.Path) -> bool:
-    try:
-        commit = json.loads((path / "_CHECKPOINT_METADATA").read_text())
-        meta = json.loads((path / _META / "metadata").read_text())
-    except (OSError, ValueError):
-        return False
+    commit, meta = _read_json(path / "_CHECKPOINT_METADATA"), _read_meta(path)
     return (
-        isinstance(commit, dict)
-        and commit.get("commit_timestamp_nsecs") is not None
-        and isinstance(meta, dict)
+        commit.get("commit_timestamp_nsecs") is not None
         and meta.get("format") == _FORMAT
-        and meta.get("digest", _digest(meta)) == _digest(meta)
+        and _has_its_digest(meta)
         and (path / _STATE / "_METADATA").exists()
     )
+
+
+def _read_json(path: epath.Path) -> dict[str, Any]:
+    """An object from a file; an empty one if there is none."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _read_meta(path: epath.Path) -> dict[str, Any]:
+    return _read_json(path / _META / "metadata")
+
+
+def _has_its_digest(meta: Mapping[str, Any]) -> bool:
+    return meta.get("digest", _digest(meta)) == _digest(meta)
 
 
 def _digest(meta: Mapping[str, Any]) -> str:

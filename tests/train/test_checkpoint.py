@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import resource
@@ -342,3 +343,23 @@ def test_arrays_whose_bits_changed_are_refused_and_metadata_too(tmp_path, monkey
     path.write_text(path.read_text().replace('"rate": 3', '"rate": 2').replace(":3}", ":2}"))
     with ckpt.Checkpointer(tmp_path) as saved:
         assert saved.steps() == (1,)
+
+
+def test_newer_format_is_refused_by_name_and_nothing_is_changed(tmp_path):
+    with ckpt.Checkpointer(tmp_path) as c:
+        c.save(1, make_state())
+        c.save(2, make_state())
+    path = tmp_path / "2" / "meta" / "metadata"
+    written = json.loads(path.read_text())
+    newer = written | {"format": 2, "something": "new"}
+    newer["digest"] = ckpt._digest(newer)
+    path.write_text(json.dumps(newer))
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(ckpt.CheckpointFormatError, match="2 is a checkpoint of format 2, .* to 1"):
+        ckpt.Checkpointer(tmp_path)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    # The same number by a bit that changed on disk: damage, which is set aside.
+    path.write_text(json.dumps(written | {"format": 3}))
+    with ckpt.Checkpointer(tmp_path) as c:
+        assert c.steps() == (1,)
+    assert (tmp_path / "incomplete-2").is_dir()
