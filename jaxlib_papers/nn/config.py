@@ -31,6 +31,9 @@ class MoEConfig:
       shared_expert_dim: Hidden width of an expert that every token uses; 0 is none.
       capacity_factor: None drops no token. A number gives every expert that many times its
         balanced load (counted on each device's own tokens) and drops what is past it.
+      receive_factor: Where tokens travel to experts on other devices (TPU, GPU), a device has room
+        for that many times the assignments of its own tokens and drops what is past it. None: for
+        the worst case, so that none is dropped.
       router_std: Standard deviation of the router's initial weights; None is the model's
         ``init_std``.
     """
@@ -41,6 +44,7 @@ class MoEConfig:
     renormalize: bool = True
     shared_expert_dim: int = 0
     capacity_factor: float | None = None
+    receive_factor: float | None = None
     router_std: float | None = None
 
     def __post_init__(self) -> None:
@@ -49,8 +53,9 @@ class MoEConfig:
         check_count("MoEConfig.top_k", self.top_k, 1, self.num_experts)
         check_count("MoEConfig.expert_dim", self.expert_dim, 1)
         check_count("MoEConfig.shared_expert_dim", self.shared_expert_dim, 0)
-        if self.capacity_factor is not None:
-            check_positive("MoEConfig.capacity_factor", self.capacity_factor)
+        for name in ("capacity_factor", "receive_factor"):
+            if getattr(self, name) is not None:
+                check_positive(f"MoEConfig.{name}", getattr(self, name))
         if self.router_std is not None:
             check_nonnegative("MoEConfig.router_std", self.router_std)
 

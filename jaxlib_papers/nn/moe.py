@@ -112,7 +112,7 @@ class MoELayer(nnx.Module):
         if self.shared is not None:
             y = y + self.shared(x)
         fraction = None
-        if config.capacity_factor is not None:
+        if config.capacity_factor is not None or config.receive_factor is not None:
             assignments = routing.indices.size
             fraction = dropped.astype(jnp.float32) / max(assignments, 1)
         return y, RouterOutput(logits, routing.probs.reshape(logits.shape), fraction)
@@ -168,7 +168,10 @@ class MoELayer(nnx.Module):
             gate_up, down = whole(gate_up, 1, x), whole(down, 2, x)
             if exchanged:
                 exchange = functools.partial(
-                    exchanged_expert_mixture, axis_name=expert_axes, ragged=ragged
+                    exchanged_expert_mixture,
+                    axis_name=expert_axes,
+                    receive_factor=self.config.receive_factor,
+                    ragged=ragged,
                 )
                 y, dropped = mixture(exchange, x, indices, weights, gate_up, down)
                 y = lax.psum(y, hidden_axes)

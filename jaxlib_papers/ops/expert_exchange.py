@@ -3,8 +3,8 @@
 For use inside `jax.shard_map`, where every device has tokens and experts of its own. Two ways:
 
 * ragged: rows are sorted by destination and each device sends exactly what it has
-  (`jax.lax.ragged_all_to_all`). Nothing is dropped, and what is sent is
-  ``tokens * top_k * width`` values each way. TPU and GPU.
+  (`jax.lax.ragged_all_to_all`): ``tokens * top_k * width`` values each way. Without a receive
+  factor there is room for all rows of all devices, and nothing is dropped. TPU and GPU.
 * in slots: every destination gets the same number of slots. With a capacity factor slots belong to
   experts, and what finds none is dropped and counted. Without one there are slots for the worst
   case: nothing is dropped, but mostly zeros are sent. Any platform.
@@ -12,13 +12,14 @@ For use inside `jax.shard_map`, where every device has tokens and experts of its
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxlib_papers.ops.checks import float_dtype
+from jaxlib_papers.ops.checks import check_positive, float_dtype
 from jaxlib_papers.ops.expert_dispatch import (
     Dispatch,
     expert_capacity,
@@ -44,6 +45,7 @@ def exchanged_expert_mixture(
     *,
     axis_name: AxisNames,
     capacity_factor: float | None = None,
+    receive_factor: float | None = None,
     ragged: bool = False,
 ) -> tuple[Float[Array, "tokens embed"], Int[Array, ""]]:
     """`ops.expert_mixture.expert_mixture` with the experts spread over a mesh axis.
@@ -61,19 +63,24 @@ def exchanged_expert_mixture(
       axis_name: Mesh axis (or axes) over which experts and tokens are spread.
       capacity_factor: None drops nothing. A number gives every expert that many times its balanced
         share of each device's tokens; later tokens past it are dropped.
+      receive_factor: With ragged, a device has room for that many times the assignments of its
+        own tokens, and what comes from later devices past it is dropped. None: for everything
+        that can come, which with many devices is mostly empty.
       ragged: Send exactly the rows that there are; see the module.
 
     Returns:
       (y [tokens, embed] in the dtype of x, number of this device's assignments dropped, int32).
 
     Raises:
-      ValueError: ragged together with a capacity factor.
+      ValueError: ragged together with a capacity factor, or a factor that is not positive.
 
     Source: GShard, arXiv 2006.16668, section 3.3 (slots); MegaBlocks, arXiv 2211.15841 (without
       drops).
     """
     if ragged and capacity_factor is not None:
         raise ValueError("exchanged_expert_mixture: capacity_factor fixes slots; take ragged=False")
+    if receive_factor is not None:
+        check_positive("receive_factor", receive_factor)
     x, indices, weights = align_varying(x, indices, weights)
     tokens, top_k = indices.shape
     local = gate_up.shape[0]
@@ -94,16 +101,20 @@ def exchanged_expert_mixture(
     number = weights_of_rows((indices % local + 1).astype(wide), dispatch) - 1
     labels = jnp.stack([weights_of_rows(weights.astype(wide), dispatch), number], axis=1)
 
-    exchange = _Ragged.plan(dispatch, axis_name) if ragged else _Slots(axis_name)
+    if ragged:
+        factor = devices if receive_factor is None else min(receive_factor, devices)
+        exchange = _Ragged.plan(dispatch, axis_name, room=math.ceil(factor * tokens * top_k))
+    else:
+        exchange = _Slots(axis_name)
     received, labels = exchange.there(rows), exchange.there(labels)
     weight, number = labels[:, :1], lax.stop_gradient(labels[:, 1:]).astype(jnp.int32)
     if ragged:  # rows past the last one received
-        past = lax.iota(jnp.int32, received.shape[0]) >= exchange.received
+        past = lax.iota(jnp.int32, received.shape[0]) >= jnp.sum(exchange.from_sizes)
         number = jnp.where(past[:, None], jnp.full_like(number, -1), number)
     results, _ = expert_mixture(received, number, weight.astype(weights.dtype), gate_up, down)
     y = sum_rows(exchange.back(results), dispatch)
-    if dispatch.kept is None:
-        return y, jnp.zeros((), jnp.int32)
+    if ragged:
+        return y, exchange.dropped
     real = (indices >= 0) & (indices < experts)
     return y, jnp.sum(real & ~dispatch.kept, dtype=jnp.int32)
 
@@ -124,66 +135,57 @@ class _Ragged(NamedTuple):
 
     Attributes:
       axis_name: Mesh axis.
-      sizes: Rows that this device sends to each, [devices].
+      room: Rows that this device can receive.
+      rows: Rows that it has.
+      sizes: Rows that it sends to each, [devices].
       starts: Where they start here.
       places: Where they go on their receivers.
       from_sizes: Rows that come from each.
       from_starts: Where those go here.
       from_places: Where those lay on their senders.
+      dropped: Rows that found no room on their receivers.
     """
 
     axis_name: AxisNames
+    room: int
+    rows: int
     sizes: Array
     starts: Array
     places: Array
     from_sizes: Array
     from_starts: Array
     from_places: Array
+    dropped: Array
 
     @classmethod
-    def plan(cls, dispatch: Dispatch, axis_name: AxisNames) -> _Ragged:
-        sizes = dispatch.group_sizes
-        table = lax.all_gather(sizes, axis_name)  # [from, to]
+    def plan(cls, dispatch: Dispatch, axis_name: AxisNames, *, room: int) -> _Ragged:
+        wanted = lax.all_gather(dispatch.group_sizes, axis_name)  # [from, to]
         me = lax.axis_index(axis_name)
-        before = jnp.cumsum(table, axis=0) - table  # in each receiver, rows of earlier senders
-        inside = jnp.cumsum(table, axis=1) - table  # in each sender, rows to earlier receivers
+        # In each receiver, rows of earlier senders; in each sender, rows to earlier receivers.
+        before = jnp.minimum(jnp.cumsum(wanted, axis=0) - wanted, room)
+        inside = jnp.cumsum(wanted, axis=1) - wanted
+        sizes = jnp.minimum(wanted, room - before)
         return cls(
             axis_name,
-            sizes=sizes,
+            room,
+            dispatch.source.shape[0],
+            sizes=sizes[me],
             starts=inside[me],
             places=before[me],
-            from_sizes=table[:, me],
+            from_sizes=sizes[:, me],
             from_starts=before[:, me],
             from_places=inside[:, me],
+            dropped=jnp.sum(wanted[me] - sizes[me]),
         )
-
-    @property
-    def received(self) -> Array:
-        return jnp.sum(self.from_sizes)
 
     def there(self, rows: Array) -> Array:
-        # All rows of all devices may come to one.
-        room = jnp.zeros((rows.shape[0] * self.sizes.shape[0], *rows.shape[1:]), rows.dtype)
-        room = align_varying(room, rows)[0]
-        return lax.ragged_all_to_all(
-            rows,
-            room,
-            self.starts,
-            self.sizes,
-            self.places,
-            self.from_sizes,
-            axis_name=self.axis_name,
-        )
+        sent = (self.starts, self.sizes, self.places, self.from_sizes)
+        return self._send(rows, self.room, *sent)
 
     def back(self, rows: Array) -> Array:
-        room = jnp.zeros((rows.shape[0] // self.sizes.shape[0], *rows.shape[1:]), rows.dtype)
-        room = align_varying(room, rows)[0]
-        return lax.ragged_all_to_all(
-            rows,
-            room,
-            self.from_starts,
-            self.from_sizes,
-            self.from_places,
-            self.sizes,
-            axis_name=self.axis_name,
-        )
+        sent = (self.from_starts, self.from_sizes, self.from_places, self.sizes)
+        return self._send(rows, self.rows, *sent)
+
+    def _send(self, rows: Array, room: int, *parts: Array) -> Array:
+        empty, _ = align_varying(jnp.zeros((room, *rows.shape[1:]), rows.dtype), rows)
+        return lax.ragged_all_to_all(rows, empty, *parts, axis_name=self.axis_name)

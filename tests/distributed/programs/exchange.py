@@ -10,11 +10,13 @@ import collections
 import dataclasses
 import json
 import re
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlib_papers.nn import moe
 from jaxlib_papers.nn.attention import sharded_attention
 from jaxlib_papers.nn.config import DecoderConfig, MoEConfig
 from jaxlib_papers.nn.moe import MoELayer
@@ -43,12 +45,12 @@ def far(tree, reference):
     return max(float(jnp.max(jnp.abs(x - r)) / max(jnp.max(jnp.abs(r)), 0.1)) for x, r in pairs)
 
 
-def layer_of(factor, embed=16):
-    moe = dataclasses.replace(CONFIG.moe, capacity_factor=factor)
-    return MoELayer(dataclasses.replace(CONFIG, moe=moe, embed_dim=embed), key=jax.random.key(0))
+def layer_of(embed=16, **options):
+    config = dataclasses.replace(CONFIG.moe, **options)
+    return MoELayer(dataclasses.replace(CONFIG, moe=config, embed_dim=embed), key=jax.random.key(0))
 
 
-def mixture(mesh, rules=DEFAULT_RULES, factor=None):
+def mixture(mesh, rules=DEFAULT_RULES, **options):
     x = jax.random.normal(jax.random.key(1), (8, 16, 16))
 
     def run(layer, x):
@@ -59,7 +61,7 @@ def mixture(mesh, rules=DEFAULT_RULES, factor=None):
         with use_sharding(mesh, rules):
             return jax.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
 
-    grads, (y, dropped) = jax.jit(run)(layer_of(factor), x)
+    grads, (y, dropped) = jax.jit(run)(layer_of(**options), x)
     return (grads, y), None if dropped is None else float(dropped)
 
 
@@ -81,6 +83,43 @@ def attention(mesh, window, segmented):
     return jax.jit(run)(q, k, v)
 
 
+def ragged_all_to_all(operand, output, starts, sizes, places, receives, *, axis_name):
+    """What `jax.lax.ragged_all_to_all` is documented to do, by gathering everything everywhere."""
+    operands = jax.lax.all_gather(operand, axis_name)
+    me = jax.lax.axis_index(axis_name)
+    starts, sizes, places = (
+        jax.lax.all_gather(a, axis_name)[:, me] for a in (starts, sizes, places)
+    )
+    # The contract: what is announced is what comes.
+    output = jnp.where(jnp.all(sizes == receives), output, jnp.full_like(output, jnp.nan))
+    row = jnp.arange(output.shape[0], dtype=jnp.int32)
+    for rows, start, size, place in zip(operands, starts, sizes, places, strict=True):
+        here = (row >= place) & (row < place + size)
+        sent = jnp.take(rows, start + row - place, axis=0, mode="clip")
+        output = jnp.where(here[:, None], sent, output)
+    return output
+
+
+def ragged_mixtures(one):
+    """The layer as on TPU and GPU, with the collective that XLA's CPU lacks played by others."""
+    out = {}
+    with (
+        unittest.mock.patch.object(jax.lax, "ragged_all_to_all", ragged_all_to_all),
+        unittest.mock.patch.object(moe, "_sends_ragged", lambda mesh: True),
+    ):
+        for text in ("expert=8", "fsdp=2,expert=2,tensor=2"):
+            out[f"ragged {text}"] = far(mixture(make_mesh(text))[0], one)
+        mesh = make_mesh("fsdp=2,expert=4")
+        roomy, dropped = mixture(mesh, receive_factor=4.0)
+        out["ragged roomy"], out["ragged dropped roomy"] = far(roomy, one), dropped
+        (grads, y), dropped = mixture(mesh, receive_factor=0.5)
+        out["ragged dropped tight"] = dropped
+        out["ragged tight is finite"] = all(
+            bool(jnp.all(jnp.isfinite(a))) for a in jax.tree.leaves((grads, y))
+        )
+    return out
+
+
 def collectives(mesh):
     """Bytes of the results of each kind of collective in the layer's gradient, by compiled HLO."""
     x = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)
@@ -89,7 +128,7 @@ def collectives(mesh):
         with use_sharding(mesh, DEFAULT_RULES):
             return jax.grad(lambda layer, x: jnp.sum(layer(x)[0]), argnums=(0, 1))(layer, x)
 
-    text = jax.jit(run).lower(layer_of(None, 64), x).compile().as_text()
+    text = jax.jit(run).lower(layer_of(64), x).compile().as_text()
     sizes = collections.Counter()
     pattern = r"= \(?f32\[([\d,]*)\]\S*.*? (all-reduce|reduce-scatter|all-gather|all-to-all)\("
     for dims, kind in re.findall(pattern, text):
@@ -105,12 +144,13 @@ def main() -> None:
         out[f"mixture {text}"] = far(mixture(make_mesh(text))[0], one)
     mesh = make_mesh("fsdp=2,expert=4")
     out["mixture shared rows"] = far(mixture(mesh, SHARED_ROWS)[0], one)
-    roomy, dropped = mixture(mesh, factor=8.0)
+    roomy, dropped = mixture(mesh, capacity_factor=8.0)
     out["mixture roomy"] = far(roomy, one)
     out["dropped roomy"] = dropped
     # Slots are counted on each device's own tokens, with and without the exchange.
-    out["dropped tight"] = mixture(mesh, factor=0.5)[1]
-    out["dropped tight, no exchange"] = mixture(make_mesh("fsdp=8"), factor=0.5)[1]
+    out["dropped tight"] = mixture(mesh, capacity_factor=0.5)[1]
+    out["dropped tight, no exchange"] = mixture(make_mesh("fsdp=8"), capacity_factor=0.5)[1]
+    out |= ragged_mixtures(one)
     for window, segmented, text in (
         (None, True, "context=8"),
         (None, False, "data=2,context=2,tensor=2"),
