@@ -1,8 +1,13 @@
-"""Token cache: one flat memory-mapped array per split and domain, with document offsets."""
+"""Token cache: one flat memory-mapped array per split and domain, with document offsets.
+
+Its files are what training reads, for weeks and from disks that may fail, so their checksums are
+compared each time they are opened, and what changed is made anew from the stored documents.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,8 +21,9 @@ from jaxlib_papers.data.tokenizers import Tokenizer
 
 __all__ = ["DomainTokens", "open_tokens"]
 
-_FORMAT = 1
+_FORMAT = 2  # 2: with checksums
 _DOCUMENTS_AT_ONCE = 256
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,25 +88,41 @@ def _tokens_file(folder: Path, split: str, domain_id: int) -> Path:
     return folder / f"{split}-{domain_id:04d}.tokens.npy"
 
 
-def open_tokens(corpus: Corpus, tokenizer: Tokenizer, split: str) -> list[DomainTokens]:
+def open_tokens(
+    corpus: Corpus, tokenizer: Tokenizer, split: str, *, checked: Collection[str] | None = None
+) -> list[DomainTokens]:
     """Tokenise a split, or open it if the cache has it.
+
+    Files whose contents are not those that were written are made anew, in the same order.
 
     Args:
         corpus: the documents.
         tokenizer: turns text into ids.
         split: "train" or "heldout".
+        checked: domains whose checksums are compared; None: all.
 
     Returns:
         One entry per domain of the corpus, in its order.
 
     Raises:
-        DataError: unknown split, or ids outside of the tokenizer's vocabulary.
+        DataError: unknown split, ids outside of the tokenizer's vocabulary, or stored documents
+            whose contents are not those that were written.
     """
     corpus.check_split(split)
     key = digest_of([_FORMAT, corpus.fingerprint, tokenizer.fingerprint, split])
     folder = corpus.cache_dir / "tokens" / key[:24]
-    if read_manifest(folder) is None:
-        with written_atomically(folder) as (temporary, manifest):
+    paths = {name: _tokens_file(folder, split, i) for i, name in enumerate(corpus.domains)}
+    compared = [paths[name] for name in (corpus.domains if checked is None else checked)]
+    read = {file.name for path in compared for file in (path, _offsets_file(path))}
+    if read_manifest(folder, contents=read.__contains__) is None:
+        if folder.exists():
+            _log.warning("%s is incomplete or damaged and is made anew", folder)
+        if read_manifest(corpus.path, contents=lambda _: True) is None:
+            raise DataError(
+                f"the documents in {corpus.path} are not those that were written there (a file "
+                "changed); remove that folder, and the next start prepares it from the text again"
+            )
+        with written_atomically(folder, contents=read.__contains__) as (temporary, manifest):
             manifest.update(
                 format=_FORMAT,
                 corpus=corpus.fingerprint,
@@ -109,12 +131,11 @@ def open_tokens(corpus: Corpus, tokenizer: Tokenizer, split: str) -> list[Domain
                 domains=_tokenise(corpus, tokenizer, split, temporary),
             )
     found = []
-    for domain_id, domain in enumerate(corpus.domains):
-        path = _tokens_file(folder, split, domain_id)
+    for name, path in paths.items():
         offsets = np.load(_offsets_file(path), mmap_mode="r")
         # An empty file cannot be mapped.
         tokens = np.load(path, mmap_mode="r" if len(offsets) > 1 else None)
-        found.append(DomainTokens(domain, np.asarray(tokens), np.asarray(offsets)))
+        found.append(DomainTokens(name, np.asarray(tokens), np.asarray(offsets)))
     return found
 
 

@@ -95,7 +95,9 @@ def test_edited_file_is_noticed(tmp_path):
     assert texts(first)["a", "1"] == "text 1"  # the old one is still there
 
 
-@pytest.mark.parametrize("damage", ["no manifest", "half a manifest", "short file", "no file"])
+@pytest.mark.parametrize(
+    "damage", ["no manifest", "half a manifest", "another manifest", "short file", "no file"]
+)
 def test_damaged_cache_is_made_again(text_dir, tmp_path, damage):
     spec = f"text:{text_dir}"
     first = open_corpus(spec, cache_dir=tmp_path)
@@ -105,6 +107,10 @@ def test_damaged_cache_is_made_again(text_dir, tmp_path, damage):
         (first.path / "manifest.json").unlink()
     elif damage == "half a manifest":
         (first.path / "manifest.json").write_text('{"files": ')
+    elif damage == "another manifest":
+        path = first.path / "manifest.json"
+        other = "0" if first.fingerprint[0] != "0" else "1"
+        path.write_text(path.read_text().replace(first.fingerprint, other + first.fingerprint[1:]))
     elif damage == "short file":
         data.write_bytes(data.read_bytes()[:-10])
     else:

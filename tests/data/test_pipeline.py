@@ -307,6 +307,31 @@ class TestTokenCache:
         open_tokens(corpus, Counting(), "train")
         assert Counting.calls == 2
 
+    @pytest.mark.parametrize("suffix", ["tokens", "offsets"])
+    def test_one_changed_bit_is_noticed_and_the_file_made_anew(self, text_dir, tmp_path, suffix):
+        corpus = open_corpus(f"text:{text_dir}", cache_dir=tmp_path)
+        first = [np.array(s.tokens) for s in open_tokens(corpus, make_tokenizer(), "train")]
+        (folder,) = (tmp_path / "tokens").iterdir()
+        path = folder / f"train-0001.{suffix}.npy"
+        content = bytearray(path.read_bytes())
+        content[-9] ^= 1
+        path.write_bytes(bytes(content))
+        # Another domain's file is not what is read here.
+        open_tokens(corpus, make_tokenizer(), "train", checked=["code"])
+        assert path.read_bytes() == bytes(content)
+        for one, two in zip(first, open_tokens(corpus, make_tokenizer(), "train"), strict=True):
+            np.testing.assert_array_equal(one, two.tokens)
+        assert path.read_bytes() != bytes(content)
+
+    def test_changed_documents_are_not_tokenised(self, text_dir, tmp_path):
+        corpus = open_corpus(f"text:{text_dir}", cache_dir=tmp_path)
+        listing = corpus.path / "documents.jsonl"
+        listing.write_bytes(listing.read_bytes().replace(b"a", b"b", 1))
+        with pytest.raises(
+            DataError, match="are not those that were written .* remove that folder"
+        ):
+            open_tokens(corpus, make_tokenizer(), "train")
+
     def test_small_integers_for_small_vocabularies(self, corpus):
         class Wide(ByteTokenizer):
             vocab_size = 70_000
