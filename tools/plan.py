@@ -6,7 +6,7 @@
 
 Prints memory per device, FLOPs per token, what the devices send each other in a step, the step's
 expected time under the ceilings of compute, memory and links, the largest micro-batch that fits,
-and other meshes, the fastest first. Nothing is allocated and no accelerator is needed.
+and other meshes, the best first. Nothing is allocated and no accelerator is needed.
 
 `--compile` also compiles the real training step ahead of time for the target (TPU: an environment
 with `jax[tpu]`; GPU: one with `jax[cuda12]`) and puts the compiler's figures beside the estimate.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -37,11 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--preset", default="edl-15b", help="model size")
     parser.add_argument("--target", default="v5p:4x4x8", help="v5p:4x4x4, v6e:16x16, h200:64 ...")
-    parser.add_argument("--mesh", default="fsdp=-1", help="e.g. fsdp=16,expert=4 (-1: the rest)")
+    parser.add_argument(
+        "--mesh", help="e.g. fsdp=16,expert=4 (-1: the rest); not given: the first of the list"
+    )
     parser.add_argument("--batch", type=int, help="rows of a step over all devices")
     parser.add_argument("--accum-steps", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--seq-len", type=int, help="tokens of a row")
     parser.add_argument("--remat", choices=("none", "minimal", "dots", "full"))
+    parser.add_argument(
+        "--receive-factor",
+        type=float,
+        help="room for tokens from other devices, in multiples of a device's own assignments "
+        "(what is past it is dropped); not given: for the worst case",
+    )
     parser.add_argument("--alternatives", type=int, default=6, help="how many other meshes")
     parser.add_argument("--compile", action="store_true", help="compile the step for the target")
     parser.add_argument("--effort", type=float, help="of the compiler, -1 (fast) to 1; TPU")
@@ -54,15 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         target = chips.parse_target(flags.target)
-        plan = job.make_job(
+        make = functools.partial(
+            job.make_job,
             flags.preset,
             target,
-            flags.mesh,
             rows=flags.batch,
             accum_steps=flags.accum_steps,
             seq_len=flags.seq_len,
             remat=flags.remat,
+            receive_factor=flags.receive_factor,
         )
+        plan = make(flags.mesh) if flags.mesh else estimate.recommended(make, target)
         estimate.require_fit(plan)
     except ValueError as error:
         print(f"plan: {error}", file=sys.stderr)
@@ -130,7 +141,7 @@ def describe(result: Any, largest: int, others: Sequence[Any]) -> str:
         f"  limited by  {result.limit}",
     ]
     if others:
-        lines += ["", "meshes for the same step, the fastest first"]
+        lines += ["", "meshes for the same step, the best first"]
         for e in others:
             lines.append(
                 f"  {e.job.mesh_text:<32}accum {e.job.accum_steps:<3}{1e3 * e.seconds:9.1f} ms  "

@@ -12,14 +12,17 @@ For use inside `jax.shard_map`, where every device has tokens and experts of its
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from typing import NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxlib_papers.ops.checks import check_positive, float_dtype
+from jaxlib_papers.ops.checks import check_positive
 from jaxlib_papers.ops.expert_dispatch import (
     Dispatch,
     expert_capacity,
@@ -95,31 +98,32 @@ def exchanged_expert_mixture(
         slots = None if ragged else max(tokens * top_k, 1)
         dispatch = plan_dispatch(owner, devices, capacity=slots)
 
-    rows = take_rows(x, dispatch)
-    # Which of its owner's experts a row is for (-1: none) and the weight, side by side.
-    wide = float_dtype(weights)
-    number = weights_of_rows((indices % local + 1).astype(wide), dispatch) - 1
-    labels = jnp.stack([weights_of_rows(weights.astype(wide), dispatch), number], axis=1)
-
+    exchange: _Slots | _Ragged
     if ragged:
         factor = devices if receive_factor is None else min(receive_factor, devices)
         exchange = _Ragged.plan(dispatch, axis_name, room=math.ceil(factor * tokens * top_k))
     else:
         exchange = _Slots(axis_name)
-    received, labels = exchange.there(rows), exchange.there(labels)
-    weight, number = labels[:, :1], lax.stop_gradient(labels[:, 1:]).astype(jnp.int32)
-    if ragged:  # rows past the last one received
+    received = exchange.there(take_rows(x, dispatch))
+    # Which of its owner's experts a row is for (-1: none).
+    number = weights_of_rows((indices % local + 1).astype(weights.dtype), dispatch)
+    weight, number = _send_labels(weights_of_rows(weights, dispatch), number, exchange, x.dtype)
+    number = lax.stop_gradient(number).astype(jnp.int32)[:, None] - 1
+    if isinstance(exchange, _Ragged):  # rows past the last one received
         past = lax.iota(jnp.int32, received.shape[0]) >= jnp.sum(exchange.from_sizes)
         number = jnp.where(past[:, None], jnp.full_like(number, -1), number)
-    results, _ = expert_mixture(received, number, weight.astype(weights.dtype), gate_up, down)
+    results, _ = expert_mixture(received, number, weight[:, None], gate_up, down)
     y = sum_rows(exchange.back(results), dispatch)
-    if ragged:
+    if isinstance(exchange, _Ragged):
         return y, exchange.dropped
+    assert dispatch.kept is not None, "slots are limited"
     real = (indices >= 0) & (indices < experts)
     return y, jnp.sum(real & ~dispatch.kept, dtype=jnp.int32)
 
 
-class _Slots(NamedTuple):
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["axis_name"])
+@dataclasses.dataclass(frozen=True)
+class _Slots:
     """Equal parts to and from every device."""
 
     axis_name: AxisNames
@@ -130,7 +134,13 @@ class _Slots(NamedTuple):
     back = there
 
 
-class _Ragged(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields="sizes starts places from_sizes from_starts from_places dropped".split(),
+    meta_fields=["axis_name", "room", "rows"],
+)
+@dataclasses.dataclass(frozen=True)
+class _Ragged:
     """Parts of any size.
 
     Attributes:
@@ -189,3 +199,53 @@ class _Ragged(NamedTuple):
     def _send(self, rows: Array, room: int, *parts: Array) -> Array:
         empty, _ = align_varying(jnp.zeros((room, *rows.shape[1:]), rows.dtype), rows)
         return lax.ragged_all_to_all(rows, empty, *parts, axis_name=self.axis_name)
+
+
+def _split(values: Array, dtype: Any) -> list[Array]:
+    """Numbers as sums of numbers in a narrower dtype, exact to the bits of float32."""
+    if jnp.finfo(dtype).bits >= 32:
+        return [values.astype(dtype)]
+    parts, rest = [], values
+    for _ in range(3):
+        info = jnp.finfo(dtype)
+        # Not a pair of casts: the compiler may leave those out.
+        part = lax.reduce_precision(rest, info.nexp, info.nmant)
+        parts.append(part.astype(dtype))
+        rest = rest - part
+    return parts
+
+
+def _join(parts: Array, dtype: Any) -> Array:
+    return jnp.sum(parts.astype(dtype), axis=1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _send_labels(
+    weights: Float[Array, " rows"],
+    numbers: Float[Array, " rows"],
+    exchange: _Slots | _Ragged,
+    dtype: Any,
+) -> tuple[Float[Array, " received"], Float[Array, " received"]]:
+    """Weights and whole numbers below 2**16, in the dtype of the rows.
+
+    A row of a few numbers is padded to a whole line on its way, so half as wide is half as much.
+    """
+    parts = _split(weights, dtype)
+    high = jnp.floor(numbers / 256)
+    labels = [*parts, high.astype(dtype), (numbers - 256 * high).astype(dtype)]
+    labels = exchange.there(jnp.stack(labels, axis=1))
+    high, low = (labels[:, i].astype(numbers.dtype) for i in (-2, -1))
+    return _join(labels[:, :-2], weights.dtype), 256 * high + low
+
+
+def _send_fwd(weights: Array, numbers: Array, exchange: Any, dtype: Any) -> tuple[Any, Any]:
+    return _send_labels(weights, numbers, exchange, dtype), (jnp.zeros_like(numbers), exchange)
+
+
+def _send_bwd(dtype: Any, saved: Any, gradients: tuple[Array, Array]) -> tuple[Array, Array, None]:
+    zeros, exchange = saved
+    parts = exchange.back(jnp.stack(_split(gradients[0], dtype), axis=1))
+    return _join(parts, gradients[0].dtype), zeros, None
+
+
+_send_labels.defvjp(_send_fwd, _send_bwd)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import os
-import re
 import time
 from typing import Any
 
 from tools.planning.estimate import Estimate
+from tools.planning.hlo import collectives_in_hlo
 from tools.planning.job import Job
 
 __all__ = [
     "Compiled",
     "CompilerMissing",
-    "collectives_in_hlo",
     "compile_step",
     "describe",
     "lower_step",
 ]
 
-_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-_SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 _DOMAINS = 8  # of the corpus; the width of `domain_ids`, and nothing else, depends on it
 
 
@@ -40,7 +36,7 @@ class Compiled:
       temporaries: Bytes of everything else at the peak.
       total: Both; results lie in the arguments' place.
       flops: Of its cost analysis (bodies of loops counted once, as it does); 0 if it gives none.
-      collectives: Bytes of results of each kind of collective in a step, loops multiplied out.
+      collectives: Bytes that the device sends in a step by each kind of collective.
       counts: How often each kind runs in a step.
     """
 
@@ -155,7 +151,7 @@ def compile_step(job: Job, *, effort: float | None = None, hlo: str | None = Non
     if hlo:
         with open(hlo, "w") as file:
             file.write(text)
-    sizes, counts = collectives_in_hlo(text)
+    found = collectives_in_hlo(text)
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     extra = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(
@@ -164,80 +160,9 @@ def compile_step(job: Job, *, effort: float | None = None, hlo: str | None = Non
         temporaries=temporaries,
         total=arguments + temporaries + max(extra, 0),
         flops=float(cost.get("flops", 0.0)),
-        collectives=sizes,
-        counts=counts,
+        collectives={kind: total.sent for kind, total in found.items()},
+        counts={kind: total.count for kind, total in found.items()},
     )
-
-
-_HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_OPERATION = re.compile(
-    r"= (\(?[^=]*?\)?) (" + "|".join(_KINDS) + r")(-start)?\(",
-)
-_CALLED = re.compile(r"(?:to_apply|calls|called_computations)=\{?%?([\w.\-]+)")
-_LOOP = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
-_BOUND = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
-_TRIPS = re.compile(r'known_trip_count[^0-9]*"?n"?[^0-9]*(\d+)')
-_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
-
-
-def _result_bytes(text: str, started: bool) -> float:
-    arrays = []
-    for dtype, dims in _ARRAY.findall(text):
-        size = _SIZES.get(dtype, 0)
-        for n in dims.split(",") if dims else ():
-            size *= int(n)
-        arrays.append(size)
-    # An asynchronous one gives (operands, results, ...): the largest is the result.
-    return float(max(arrays, default=0) if started else sum(arrays))
-
-
-def collectives_in_hlo(text: str) -> tuple[dict[str, float], dict[str, int]]:
-    """Adds up the collectives of a compiled program, loop bodies as often as they run.
-
-    Args:
-      text: Compiled HLO. A loop runs as often as it says, or as the bound in its condition says.
-
-    Returns:
-      ``(bytes, counts)`` by kind; bytes are those of the results, on one device.
-    """
-    here: dict[str, list[tuple[str, float]]] = collections.defaultdict(list)
-    calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
-    loops: dict[str, list[tuple[str, str, int | None]]] = collections.defaultdict(list)
-    bounds: dict[str, int] = {}
-    name = entry = ""
-    for line in text.splitlines():
-        head = _HEAD.match(line)
-        if head:
-            name = head[1]
-            entry = name if line.startswith("ENTRY") else entry
-            continue
-        found = _OPERATION.search(line)
-        if found:
-            here[name].append((found[2], _result_bytes(found[1], bool(found[3]))))
-        bound = _BOUND.search(line)
-        if bound:
-            bounds[name] = max(bounds.get(name, 1), int(bound[1]))
-        loop = _LOOP.search(line)
-        if loop:
-            trips = _TRIPS.search(line)
-            loops[name].append((loop[2], loop[1], int(trips[1]) if trips else None))
-        for called in _CALLED.findall(line):
-            calls[name].append((called, 1))
-    for caller, found_loops in loops.items():
-        for body, condition, trips in found_loops:
-            calls[caller].append((body, trips or bounds.get(condition, 1)))
-    sizes: dict[str, float] = collections.defaultdict(float)
-    counts: dict[str, int] = collections.defaultdict(int)
-
-    def walk(computation: str, times: int, depth: int = 0) -> None:
-        for kind, size in here.get(computation, ()):
-            sizes[kind] += times * size
-            counts[kind] += times
-        for called, trips in calls.get(computation, ()) if depth < 50 else ():
-            walk(called, times * trips, depth + 1)
-
-    walk(entry, 1)
-    return dict(sizes), dict(counts)
 
 
 def describe(compiled: Compiled, estimate: Estimate) -> str:
@@ -259,9 +184,10 @@ def describe(compiled: Compiled, estimate: Estimate) -> str:
             f"   {ours / max(theirs, 1) - 1:+.1%}"
         )
     for kind, size in sorted(compiled.collectives.items()):
-        ours = sum(e.bytes for e in estimate.exchanges if e.kind == kind)
+        kinds = {"ragged-all-to-all": "all-to-all"}.get(kind, kind)
+        ours = sum(e.bytes for e in estimate.exchanges if e.kind == kinds)
         lines.append(
-            f"  {kind:<20}{ours / 1e9:10.2f} GB sent (estimate), {size / 1e9:10.2f} GB of results "
+            f"  {kind:<20}{ours / 1e9:10.2f} GB sent (estimate), {size / 1e9:10.2f} GB (compiled) "
             f"in {compiled.counts[kind]} operations"
         )
     return "\n".join(lines)

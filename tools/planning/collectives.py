@@ -10,7 +10,7 @@ import dataclasses
 
 from tools.planning.job import BYTES, Job
 
-__all__ = ["Collective", "list_collectives", "least_fsdp_bytes"]
+__all__ = ["Collective", "exchange_bytes", "least_parameter_bytes", "list_collectives"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Collective:
     """One kind of exchange.
 
     Attributes:
-      kind: "all-gather", "reduce-scatter" or "all-reduce".
+      kind: As XLA calls it.
       axis: Mesh axis.
       what: What is exchanged.
       count: How often in a step.
@@ -48,17 +48,37 @@ def _ring(kind: str, size: int) -> float:
     return (2 if kind == "all-reduce" else 1) * (size - 1) / size
 
 
-def least_fsdp_bytes(job: Job) -> float:
-    """Bytes that fully sharded parameters cannot do without, per device and step.
+def _dense_axes(job: Job) -> int:
+    """Replicas of what is no expert: their gradients are summed over so many devices."""
+    return job.mesh.data * job.mesh.expert * job.mesh.context
 
-    Each parameter arrives once for the forward and once for the backward pass of every micro-batch,
-    and its gradient leaves once per micro-batch, in the compute dtype.
+
+def least_parameter_bytes(job: Job) -> float:
+    """Bytes that parameters and their gradients cannot do without, per device and step.
+
+    Fully sharded parameters arrive once for the forward and once for the backward pass of every
+    micro-batch, and their gradients leave once per micro-batch, in the compute dtype. Gradients of
+    replicas are summed once a micro-batch, in the parameters' dtype or narrower.
     """
-    size, half = job.mesh.fsdp, BYTES[job.config.compute_dtype]
-    if size == 1:
+    mesh, half = job.mesh, BYTES[job.config.compute_dtype]
+    total = 0.0
+    for p in job.parameters:
+        if "embed" in p.logical and mesh.fsdp > 1:
+            total += 3 * p.held * mesh.fsdp * half * _ring("all-gather", mesh.fsdp)
+        replicas = _dense_axes(job)
+        if "experts" in p.logical:
+            replicas //= mesh.expert
+        total += p.held * half * _ring("all-reduce", replicas)
+    return total * job.accum_steps
+
+
+def exchange_bytes(job: Job) -> float:
+    """Bytes of one layer's token rows, there and back, that leave one device in a forward pass."""
+    moe, size = job.config.moe, job.mesh.expert
+    if moe is None or size == 1:
         return 0.0
-    whole = sum(p.held * size for p in job.parameters if "embed" in p.logical)
-    return 3 * job.accum_steps * whole * half * _ring("all-gather", size)
+    rows = job.tokens * moe.top_k * job.config.embed_dim * BYTES[job.config.compute_dtype]
+    return 2 * rows * _ring("all-to-all", size)
 
 
 def list_collectives(job: Job) -> tuple[Collective, ...]:
@@ -92,24 +112,29 @@ def list_collectives(job: Job) -> tuple[Collective, ...]:
             add("all-reduce", "fsdp", "gradients of " + what, uses * count, each, False)
             continue
         add("all-gather", "fsdp", what, 2 * count, whole, False)
-        # The sum over rows of what `shard_map` gets whole is an all-reduce (seen in compiled HLO).
-        kind = "all-reduce" if what == "experts" else "reduce-scatter"
-        add(kind, "fsdp", "gradients of " + what, count, whole, False)
+        add("reduce-scatter", "fsdp", "gradients of " + what, count, whole, False)
     held = sum(p.held for p in job.parameters) * BYTES[config.param_dtype]
+    dense = sum(p.held for p in job.parameters if "experts" not in p.logical)
     add("all-reduce", "data", "gradients", micro, held, False)
+    add("all-reduce", "context", "gradients", micro, held, False)
+    add(
+        "all-reduce",
+        "expert",
+        "gradients (no experts)",
+        micro,
+        dense * BYTES[config.param_dtype],
+        False,
+    )
     stream = job.tokens * config.embed_dim * half
     if config.moe is not None:
-        # Each device runs its own experts on the same tokens; the sums meet forward and backward.
-        passes = 2 if config.remat == "none" else 3
-        add("all-reduce", "expert", "token streams", passes * layers * micro, stream, True)
+        # There and back; again there where the forward pass is repeated; there and back backward.
+        trips = 4 if config.remat == "none" else 5
+        rows = stream * config.moe.top_k
+        add("all-to-all", "expert", "token rows", trips * layers * micro, rows, True)
     add("all-reduce", "tensor", "token streams", 4 * layers * micro, stream, True)
-    kv = job.config.num_kv_heads * config.head_dim * 2
-    add(
-        "all-gather",
-        "context",
-        "keys, values and queries",
-        3 * layers * micro,
-        job.tokens * mesh.context * (kv + config.num_heads * config.head_dim) * half / mesh.tensor,
-        True,
-    )
+    # Keys and values go round forward, again where it is repeated, and with their gradients.
+    passes = 3 if config.remat == "none" else 4
+    kv = job.tokens * config.num_kv_heads * config.head_dim * 2 * half / mesh.tensor
+    ring = passes * layers * micro
+    add("collective-permute", "context", "keys and values", ring, kv * mesh.context, False)
     return tuple(out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxlib_papers.train.flops import flops_per_token
 from jaxlib_papers.train.mesh import MeshConfig
@@ -17,10 +17,20 @@ from tools.planning.collectives import Collective, list_collectives
 from tools.planning.job import BYTES, Job, make_job
 from tools.planning.memory import Memory, estimate_memory
 
-__all__ = ["Estimate", "alternatives", "estimate", "largest_rows", "require_fit"]
+__all__ = [
+    "LARGEST_SHARE",
+    "Estimate",
+    "alternatives",
+    "estimate",
+    "largest_rows",
+    "recommended",
+    "require_fit",
+]
 
 # The runtime, the program and fragmentation need some.
 USABLE = 0.94
+# Of the step, for one kind of exchange: above it, a mesh is not recommended while others are left.
+LARGEST_SHARE = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +70,11 @@ class Estimate:
     limit: str
 
     @property
+    def largest_share(self) -> float:
+        """Share of the step that the largest exchange takes."""
+        return max((e.seconds for e in self.exchanges), default=0.0) / self.seconds
+
+    @property
     def fits(self) -> bool:
         """Whether the estimate leaves room in the device's memory."""
         return self.memory.total <= USABLE * self.job.target.chip.memory
@@ -72,13 +87,12 @@ def _device_flops(job: Job) -> float:
     heads = config.num_heads * config.head_dim
     projections = config.embed_dim * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
     scores = heads * job.seq_len
-    # The context axis splits the streams but gathers the sequence for the scores.
-    attention = (projections + scores * mesh.context) / mesh.tensor
+    attention = (projections + scores) / mesh.tensor
     if config.moe is None:
         forward = 3 * config.embed_dim * config.mlp_dim / mesh.tensor
     else:
         moe = config.moe
-        experts = 3 * config.embed_dim * moe.top_k * moe.expert_dim / (mesh.expert * mesh.tensor)
+        experts = 3 * config.embed_dim * moe.top_k * moe.expert_dim / mesh.tensor
         shared = 3 * config.embed_dim * moe.shared_expert_dim / mesh.tensor
         forward = experts + shared + config.embed_dim * moe.num_experts
     again = {"none": 3.0, "dots": 3.0 + scores / (projections + scores + forward)}
@@ -99,7 +113,8 @@ def _memory_time(job: Job) -> float:
     weights = 4 * gathered * half * job.accum_steps  # forward, again, backward, and the gradient
     streams = 0.0
     if config.moe is not None:
-        rows = job.tokens * config.moe.top_k / job.mesh.expert
+        # Moving rows and activations touch the rows that stay empty too; products leave them out.
+        rows = job.tokens * config.moe.top_k * job.room
         streams = rows * (4 * config.embed_dim + 6 * config.moe.expert_dim / job.mesh.tensor)
     streams += job.tokens * config.embed_dim * 16
     streams *= 3 * config.num_layers * half * job.accum_steps
@@ -144,7 +159,7 @@ def estimate(job: Job) -> Estimate:
 
 def largest_rows(job: Job) -> int:
     """Largest micro-batch, in rows on one device, that the estimate fits; 0 if none does."""
-    shards = job.mesh.data * job.mesh.fsdp
+    shards = job.row_shards
 
     def fits(rows: int) -> bool:
         part = dataclasses.replace(job, rows=rows * shards * job.accum_steps)
@@ -173,16 +188,8 @@ def _meshes(devices: int, *, context: bool) -> Iterator[MeshConfig]:
                     yield MeshConfig(data, rest // data, expert, tensor, ctx)
 
 
-def alternatives(job: Job, *, most: int = 8) -> list[Estimate]:
-    """Other meshes (and numbers of micro-batches) for the same step, the fastest first.
-
-    Only those whose estimate fits in memory, each with the fewest micro-batches that fit.
-
-    Args:
-      job: Preset, machine, rows and sequence length.
-      most: How many to return.
-    """
-    found: list[Estimate] = []
+def _fitting(job: Job) -> Iterator[Estimate]:
+    """Meshes for the same step, each with the fewest micro-batches that fit in memory."""
     parts = [a for a in (1, 2, 4, 8, 16, 32, 64) if job.rows % a == 0]
     for mesh in _meshes(job.target.devices, context=job.seq_len >= 16384 or job.mesh.context > 1):
         for accum in parts:
@@ -195,14 +202,50 @@ def alternatives(job: Job, *, most: int = 8) -> list[Estimate]:
                     accum_steps=accum,
                     seq_len=job.seq_len,
                     remat=job.config.remat,
+                    receive_factor=job.config.moe.receive_factor if job.config.moe else None,
                 )
             except PlanError:
                 break  # more micro-batches have fewer rows: they divide no better
             result = estimate(other)
             if result.fits:
-                found.append(result)
+                yield result
                 break
-    return sorted(found, key=lambda e: (e.seconds, e.serial))[:most]
+
+
+def alternatives(job: Job, *, most: int = 8) -> list[Estimate]:
+    """Other meshes (and numbers of micro-batches) for the same step, the best first.
+
+    First those of which no exchange takes more than `LARGEST_SHARE` of the step, and among them
+    those that take least time when nothing overlaps: what overlaps depends on the compiler.
+
+    Args:
+      job: Preset, machine, rows and sequence length.
+      most: How many to return.
+    """
+    return sorted(_fitting(job), key=lambda e: (e.largest_share > LARGEST_SHARE, e.serial))[:most]
+
+
+def recommended(make: Callable[[MeshConfig], Job], target: Target) -> Job:
+    """The job on the first of `alternatives`.
+
+    Args:
+      make: `make_job` with everything but the mesh.
+      target: The machine.
+
+    Raises:
+      PlanError: No mesh divides rows and parameters, or none fits in memory.
+    """
+    refused: PlanError | None = None
+    for mesh in (MeshConfig(fsdp=target.devices), *_meshes(target.devices, context=True)):
+        try:
+            job = make(mesh)
+        except PlanError as error:
+            refused = refused or error
+            continue
+        best = alternatives(job, most=1)
+        return make(best[0].job.mesh) if best else job
+    assert refused is not None
+    raise refused
 
 
 def require_fit(job: Job) -> None:
@@ -218,7 +261,7 @@ def require_fit(job: Job) -> None:
     missing = (memory.total - usable) / 2**30
     ideas = []
     for accum in (a for a in (2, 4, 8, 16, 32, 64, 128, 256) if a > job.accum_steps):
-        rows = job.rows / accum / (job.mesh.data * job.mesh.fsdp)
+        rows = job.rows / accum / job.row_shards
         if job.rows % accum or rows < 1 or rows % 1:
             continue
         if estimate_memory(dataclasses.replace(job, accum_steps=accum)).total <= usable:

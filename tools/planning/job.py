@@ -76,7 +76,20 @@ class Job:
     @property
     def micro_rows(self) -> float:
         """Rows of a micro-batch on one device."""
-        return self.rows / self.accum_steps / (self.mesh.data * self.mesh.fsdp)
+        return self.rows / self.accum_steps / self.row_shards
+
+    @property
+    def row_shards(self) -> int:
+        """Devices (or groups of them) that have rows of their own."""
+        return self.mesh.data * self.mesh.fsdp * self.mesh.expert
+
+    @property
+    def room(self) -> float:
+        """Rows that a device can receive, in multiples of the assignments of its own tokens."""
+        moe = self.config.moe
+        if moe is None or moe.receive_factor is None:
+            return self.mesh.expert
+        return min(moe.receive_factor, self.mesh.expert)
 
     @property
     def tokens(self) -> float:
@@ -108,7 +121,13 @@ def parameters_of(rows: list[ShardingRow]) -> tuple[Parameter, ...]:
     return tuple(out)
 
 
-def model_of(preset: str, *, seq_len: int | None = None, remat: str | None = None):
+def model_of(
+    preset: str,
+    *,
+    seq_len: int | None = None,
+    remat: str | None = None,
+    receive_factor: float | None = None,
+) -> tuple[DecoderConfig, int]:
     """The model's configuration and sequence length under the flags.
 
     Raises:
@@ -119,6 +138,8 @@ def model_of(preset: str, *, seq_len: int | None = None, remat: str | None = Non
     changes: dict[str, Any] = {"max_positions": max(length, chosen.model.max_positions)}
     if remat is not None:
         changes["remat"] = remat
+    if receive_factor is not None and chosen.model.moe is not None:
+        changes["moe"] = dataclasses.replace(chosen.model.moe, receive_factor=receive_factor)
     # Without a tokenizer: bytes, as the default run.
     changes["vocab_size"] = chosen.vocab_size or 288
     return dataclasses.replace(chosen.model, **changes), length
@@ -133,6 +154,7 @@ def make_job(
     accum_steps: int = 1,
     seq_len: int | None = None,
     remat: str | None = None,
+    receive_factor: float | None = None,
 ) -> Job:
     """Lays a preset out on a machine.
 
@@ -144,12 +166,13 @@ def make_job(
       accum_steps: Micro-batches of a step.
       seq_len: Tokens of a row; None = the preset's.
       remat: What the backward pass recomputes; None = the preset's.
+      receive_factor: Of `nn.config.MoEConfig`; None = room for the worst case.
 
     Raises:
       PlanError: The mesh does not fit the devices, or rows and parameters do not fit the mesh.
       ValueError: No such preset.
     """
-    config, length = model_of(preset, seq_len=seq_len, remat=remat)
+    config, length = model_of(preset, seq_len=seq_len, remat=remat, receive_factor=receive_factor)
     rows = rows or get_preset(preset).batch
     try:
         asked = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh

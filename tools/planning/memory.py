@@ -80,7 +80,7 @@ def estimate_memory(job: Job) -> Memory:
     if moe is not None:
         # Logits and probabilities leave the layer for the auxiliary losses whatever the policy.
         kept += 2 * tokens * moe.num_experts * 4
-        rows = tokens * moe.top_k
+        rows = tokens * moe.top_k * job.room
         hidden = moe.expert_dim / mesh.tensor
         in_experts = rows * (width + 3 * hidden) * half
         working = rows * (2 * width + 3 * hidden) * half + rows * hidden * 4
