@@ -45,7 +45,12 @@ def free_port() -> int:
 
 
 def run_program(
-    name: str, *args: str, devices: int = 8, processes: int = 1, timeout: float = 600.0
+    name: str,
+    *args: str,
+    devices: int = 8,
+    processes: int = 1,
+    timeout: float = 1200.0,
+    compiled: Path | None = None,
 ) -> list[Any]:
     """Runs `programs/<name>.py` and returns what each process printed last, from JSON.
 
@@ -58,6 +63,7 @@ def run_program(
       devices: Devices of each process.
       processes: Number of processes.
       timeout: Seconds until all of them are killed.
+      compiled: Folder of compiled programs, for several starts of the same.
 
     Returns:
       One value per process.
@@ -66,6 +72,13 @@ def run_program(
       AssertionError: If a process fails; with the end of its output.
     """
     command = [sys.executable, str(PROGRAMS / f"{name}.py"), *args]
+    env = clean_environment(devices)
+    if compiled is not None:
+        env |= {
+            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
     coordinator = f"127.0.0.1:{free_port()}"
     running = []
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +90,7 @@ def run_program(
                 log = open(Path(folder) / f"{index}.log", "w+")  # noqa: SIM115
                 process = subprocess.Popen(
                     command + (where if processes > 1 else []),
-                    env=clean_environment(devices),
+                    env=env,
                     cwd=ROOT,
                     stdout=log,
                     stderr=subprocess.STDOUT,

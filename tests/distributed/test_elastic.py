@@ -37,6 +37,7 @@ def train(folder, *parts, **launch):
     """Runs parts (mesh, directory, steps) in one start; what each process says of each part."""
     told = [{"mesh": m, "directory": str(folder / d), "steps": n} for m, d, n in parts]
     places = (str(folder / "text"), str(folder / "cache"))
+    launch |= {"compiled": folder / "compiled"}
     results = run_program("elastic", *places, json.dumps(told), **launch)
     for result in results[1:]:  # every process saw the same
         assert result == results[0]
@@ -45,11 +46,7 @@ def train(folder, *parts, **launch):
 
 @pytest.fixture(scope="module")
 def eight(folder):
-    """Eight devices: the run that nobody interrupted, and the first part of one that somebody did.
-
-    The second part of the latter, on the same mesh, is in the same start of the program: the next
-    test has another start.
-    """
+    """Eight devices: the run that nobody interrupted, and the first steps of one that was."""
     mesh = "fsdp=4,expert=2"
     whole, before = train(folder, (mesh, "whole", BEFORE + AFTER), (mesh, "saved", BEFORE))
     assert before["losses"] == whole["losses"][:BEFORE]

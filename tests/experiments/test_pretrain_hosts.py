@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from experiments import pretrain, pretrain_hosts
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -105,3 +110,14 @@ def test_flags_that_say_where_things_lie_may_differ():
     other = ["--data", "text:/b", "--coordinator", "h:1", "--process-id", "1"]
     assert one == pretrain_hosts.agreed_flags(pretrain.parse(other))
     assert one != pretrain_hosts.agreed_flags(pretrain.parse(["--log-every", "7"]))
+
+
+def test_commands_of_the_launch_page_are_flags_that_exist():
+    text = (ROOT / "docs" / "launch.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"experiments\.pretrain((?:\s+--[\w-]+\s+[^\s`]+)+)", text)
+    assert len(commands) >= 6
+    for command in commands:
+        words = [word.strip('"').replace("$JOB_COMPLETION_INDEX", "0") for word in command.split()]
+        flags = pretrain.parse([word.replace("$I", "0") for word in words])
+        if flags.launch.coordinator is not None:
+            assert pretrain_hosts._explicit(flags.launch, {}) is not None
