@@ -64,7 +64,7 @@ class ConditionalMAF(Flow):
             z = (y - mean) * jnp.exp(-scale)
             return (z[..., ::-1], total - jnp.sum(scale, axis=-1)), None
 
-        start = (y, jnp.zeros(y.shape[:-1], y.dtype))
+        start = (y, jnp.zeros_like(y[..., 0]))
         (z, total), _ = jax.lax.scan(step, start, self.nets)
         return z[..., ::-1], total  # no reversal after the last layer
 
@@ -84,6 +84,6 @@ class ConditionalMAF(Flow):
             y, scale = jax.lax.fori_loop(0, z.shape[-1], dimension, blank)
             return (y[..., ::-1], total + jnp.sum(scale, axis=-1)), None
 
-        start = (z, jnp.zeros(z.shape[:-1], z.dtype))
+        start = (z, jnp.zeros_like(z[..., 0]))
         (y, total), _ = jax.lax.scan(step, start, self.nets, reverse=True)
         return y[..., ::-1], total

@@ -106,7 +106,11 @@ class Flow(nnx.Module):
                 f"{name} has batch axes {batch} and x {own}; expected the same, or x broadcast"
             ) from error
         value = jnp.broadcast_to(value, (*both, *self.event_shape))
-        return value, jnp.broadcast_to(x, (*both, *self.context_shape))
+        x = jnp.broadcast_to(x, (*both, *self.context_shape))
+        # Adds nothing, but under shard_map values then vary over devices wherever contexts do, as
+        # the carries of loops over layers must.
+        nothing = jnp.sum(jnp.zeros_like(x), axis=tuple(range(len(both), x.ndim)))
+        return value + nothing.reshape(*both, *(1,) * event), x
 
     def forward(
         self, y: Float[ArrayLike, "*batch event"], x: Float[ArrayLike, "*batch context"] | None

@@ -122,7 +122,7 @@ class _Coupling(Flow):
             values, logdet = self._layer(values, net(joined), keep, inverse)
             return (values, total + logdet), None
 
-        start = (values, jnp.zeros(values.shape[:-1], values.dtype))
+        start = (values, jnp.zeros_like(values[..., 0]))
         unroll = self.layers if self.unroll else 1
         (values, total), _ = jax.lax.scan(
             step, start, (self.nets, jnp.asarray(masks)), reverse=inverse, unroll=unroll

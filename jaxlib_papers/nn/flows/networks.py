@@ -186,7 +186,8 @@ class CausalLayer(nnx.Module):
     def no_steps(self, like: Float[Array, "*batch width"], steps: int) -> tuple[Array, Array]:
         """Empty memory of keys and values for `step`, [*batch, steps, heads, size] each."""
         shape = (*like.shape[:-1], steps, self.heads, like.shape[-1] // self.heads)
-        return jnp.zeros(shape, like.dtype), jnp.zeros(shape, like.dtype)
+        empty = jnp.broadcast_to(jnp.zeros_like(like[..., None, None, :1]), shape)
+        return empty, empty
 
     def step(
         self, x: Float[Array, "*batch width"], memory: tuple[Array, Array], time: Array
@@ -249,7 +250,7 @@ class GRU(nnx.Module):
             check_ndim("x", x, (2,), "[*batch, time, features]")
         drive = _dense(x, self.input, self.bias)
         gates, candidate = self.gates[...].astype(x.dtype), self.candidate[...].astype(x.dtype)
-        state = jnp.zeros((*x.shape[:-2], self.hidden), x.dtype)
+        state = jnp.sum(jnp.zeros_like(drive[..., : self.hidden]), axis=-2)
 
         def step(state: Array, now: Array) -> tuple[Array, None]:
             size = self.hidden

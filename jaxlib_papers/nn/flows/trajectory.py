@@ -82,7 +82,9 @@ class _Block(nnx.Module):
         """
         steps = z.shape[-2]
         positions = self.positions[...].astype(z.dtype)
-        start = jnp.zeros((*z.shape[:-2], positions.shape[-1]), z.dtype)
+        start = jnp.broadcast_to(
+            jnp.zeros_like(z[..., 0, :1]), (*z.shape[:-2], positions.shape[-1])
+        )
         if self.history is not None and code is not None:
             start = start + self.history(code)
 
@@ -102,7 +104,7 @@ class _Block(nnx.Module):
             return (self.embed(y), memory, total + jnp.sum(scale, axis=-1)), y
 
         memory = jax.vmap(lambda one: one.no_steps(start, steps))(self.layers)
-        state = (jnp.zeros_like(start), memory, jnp.zeros(z.shape[:-2], z.dtype))
+        state = (jnp.zeros_like(start), memory, jnp.zeros_like(z[..., 0, 0]))
         times = jnp.arange(steps, dtype=jnp.int32)
         (_, _, total), y = jax.lax.scan(step, state, (times, jnp.moveaxis(z, -2, 0)))
         return jnp.moveaxis(y, 0, -2), total
@@ -198,7 +200,7 @@ class TrajectoryFlow(Flow):
                 total = total + jnp.sum(logdet, axis=-1)
             return (z[..., ::-1, :] if self.reverse else z, total), None
 
-        start = (y, jnp.zeros(y.shape[:-2], y.dtype))
+        start = (y, jnp.zeros_like(y[..., 0, 0]))
         return jax.lax.scan(step, start, self.blocks)[0]
 
     def _inverse(self, z: Array, x: Array | None) -> tuple[Array, Array]:
@@ -213,5 +215,5 @@ class TrajectoryFlow(Flow):
             y, scale = block.invert(z, code)
             return (y, total + scale), None
 
-        start = (z, jnp.zeros(z.shape[:-2], z.dtype))
+        start = (z, jnp.zeros_like(z[..., 0, 0]))
         return jax.lax.scan(step, start, self.blocks, reverse=True)[0]
