@@ -9,6 +9,7 @@ import pathlib
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -84,7 +85,7 @@ def connected(flags: LaunchFlags) -> Iterator[PeerWatch | None]:
     """Connects the processes of a run for the time of the block; does nothing if there is one.
 
     While the block runs, a process that dies makes the others end with
-    :data:`LOST_PROCESS_EXIT_CODE` within seconds.
+    :data:`LOST_PROCESS_EXIT_CODE` within seconds. One whose block raises ends with 1 at once.
 
     Args:
       flags: Of the launch.
@@ -117,7 +118,12 @@ def connected(flags: LaunchFlags) -> Iterator[PeerWatch | None]:
     watch: list[PeerWatch] = []
     watch += [PeerWatch(host, lambda number: leave_alone(f"process {number} ended", *watch))]
     with watch[0]:
-        yield watch[0]
+        try:
+            yield watch[0]
+        except BaseException:
+            # What nobody foresaw, on this process alone perhaps: the others must not wait for it.
+            traceback.print_exc()
+            leave(1, watch[0])
 
 
 def _explicit(flags: LaunchFlags, environ: Mapping[str, str]) -> dict[str, Any] | None:

@@ -93,7 +93,7 @@ def open_mpi(count):
 
 @pytest.mark.parametrize(("cluster", "count", "victim"), [(slurm, 3, 1), (open_mpi, 2, 0)])
 def test_detected_processes_meet_and_end_with_76_when_one_dies(cluster, count, victim, tmp_path):
-    command = [sys.executable, str(PROGRAMS / "launch.py"), str(victim)]
+    command = [sys.executable, str(PROGRAMS / "launch.py"), "kill", str(victim)]
     results = run_all([command] * count, cluster(count), tmp_path)
     for number, (code, out, error) in enumerate(results):
         told = [f"from {i}" for i in range(count)]
@@ -106,8 +106,16 @@ def test_detected_processes_meet_and_end_with_76_when_one_dies(cluster, count, v
         assert f"process {victim} ended" in error and "with the same --run-dir" in error
 
 
+def test_an_error_that_nobody_expected_ends_the_others_too(tmp_path):
+    launch = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--process-id"]
+    command = [sys.executable, str(PROGRAMS / "launch.py"), "raise", "1", *launch]
+    (first, second) = run_all([[*command, "0"], [*command, "1"]], [{}, {}], tmp_path)
+    assert second[0] == 1 and "KeyError: 'nobody expected this'" in second[2], second[2]
+    assert first[0] == 76 and "process 1 ended" in first[2], first[2]
+
+
 def test_one_task_of_a_cluster_runs_alone(tmp_path):
-    command = [sys.executable, str(PROGRAMS / "launch.py"), "-1"]
+    command = [sys.executable, str(PROGRAMS / "launch.py"), "kill", "-1"]
     ((code, out, error),) = run_all([command], slurm(1), tmp_path)
     assert code == 0, error
     assert json.loads(out.splitlines()[-1]) == [0, 1, False, ["from 0"]]

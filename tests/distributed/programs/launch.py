@@ -1,7 +1,8 @@
 """Connects as the training program does, and dies or waits for the others.
 
-Arguments: number of the process that kills itself, then flags of the training program. Before that
-every process prints what it found: its number, how many there are, and what the others sent.
+Arguments: what happens to one of them ("kill" or "raise"), its number, then flags of the training
+program. Before that every process prints what it found: its number, how many there are, and what
+the others sent.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 
 
 def main() -> None:
-    victim, *flags = sys.argv[1:]
+    what, victim, *flags = sys.argv[1:]
     from experiments import pretrain, pretrain_hosts
 
     with pretrain_hosts.connected(pretrain.parse(flags).launch) as watch:
@@ -29,6 +30,8 @@ def main() -> None:
             return
         time.sleep(1)  # all have printed
         if jax.process_index() == int(victim):
+            if what == "raise":
+                raise KeyError("nobody expected this")
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(120)  # in nothing that could fail
 
