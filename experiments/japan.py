@@ -26,12 +26,15 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import numpy as np
 import tyro
 
 from experiments import harness, japan_data
+from experiments.japan_pictures import picture, shown
 from experiments.japan_runs import compare, compare_trajectories
 from jaxlib_papers.nn.flows.training import FitConfig
+from jaxlib_papers.uncertainty import japan
 
 __all__ = ["Config", "judge", "main", "run"]
 
@@ -59,6 +62,8 @@ class Config:
     """Blocks of the trajectory flow of D."""
     table_splits: int = 25
     """Random splits of the real table."""
+    picture_steps: int = 2000
+    """Gradient steps of the larger flow that is drawn, not judged."""
 
     def fit(self, steps: int, validation: float = 0.0) -> FitConfig:
         return FitConfig(steps=steps, learning_rate=2e-3, validation_fraction=validation)
@@ -71,25 +76,16 @@ def _largest_noise(kept: dict[str, Any]) -> dict[str, float]:
     return {name: float(kept[name]["covered"][chosen].mean()) for name in ("JAPAN", "JAPAN hpd")}
 
 
-def _mask(kept: dict[str, Any], points: int = 3) -> dict[str, Any]:
-    """Regions on a grid at a few test points, with what a picture shows around them."""
-    x = kept["x_test"]
-    order = np.argsort(x[:, 0])
-    chosen = order[(np.linspace(0.1, 0.9, points) * len(order)).astype(int)]
-    model = kept["JAPAN"]["model"]
-    region = model.region_mask_2d(x[chosen], grid=120)
-    contra = kept["CONTRA"]["model"].region_mask_2d(x[chosen], grid=120)
-    return {
-        "x": x[chosen],
-        "first": region.first,
-        "second": region.second,
-        "mask": region.mask.astype(int),
-        "contra": contra.mask.astype(int),
-        "components": region.components,
-        "y": kept["y_test"][np.argsort(np.abs(x - x[chosen][:, None]).sum(-1), axis=1)[:, :60]]
-        if x.shape[1] == 1
-        else kept["y_test"][chosen][:, None],
-    }
+def _larger_flow(config: Config, seed: int) -> dict[str, Any]:
+    """A's regions from a flow with enough capacity for three modes; drawn, not judged."""
+    split = japan_data.split_rows(*japan_data.rotating_modes(seed, 4 * config.rows), seed)
+    flow = japan.ConditionalSplineFlow(
+        2, 1, layers=4, bins=16, tail_bound=3.0, key=jax.random.key(seed)
+    )
+    fit = FitConfig(steps=config.picture_steps, batch_size=512, learning_rate=3e-3)
+    model = japan.JapanRegressor(flow, eps=config.eps, fit_config=fit, random_state=seed)
+    model.fit(split.x[0], split.y[0]).calibrate(split.x[1], split.y[1])
+    return shown({"JAPAN": model}, split.x[2], split.y[2])
 
 
 def run(config: Config, part: str, seed: int, pictures: bool = False) -> dict[str, Any]:
@@ -117,7 +113,10 @@ def run(config: Config, part: str, seed: int, pictures: bool = False) -> dict[st
     if part == "A":
         results["largest_noise"] = _largest_noise(kept)
     if pictures and y.shape[1] == 2:
-        results["picture"] = _mask(kept)
+        models = {name: kept[name]["model"] for name in ("JAPAN", "CONTRA")}
+        results["picture"] = shown(models, kept["x_test"], kept["y_test"])
+        if part == "A":
+            results["larger"] = _larger_flow(config, seed)
     return results
 
 
@@ -209,30 +208,6 @@ def _observed(results: dict[str, dict[int, dict]], seeds: tuple[int, ...]) -> li
             )
         lines.append(f"D: coverage {_listed([r['JAPAN']['coverage'] for r in runs])}.")
     return lines
-
-
-def picture(results: dict[str, dict[int, dict]], seed: int):
-    """Regions with their thresholds as contours: disjoint parts that turn with x."""
-    rows = [part for part in ("A", "B") if "picture" in results[part][seed]]
-    figure, axes = harness.new_figure(len(rows), 3, figsize=(10, 3.4 * len(rows)), squeeze=False)
-    for row, part in enumerate(rows):
-        shown = results[part][seed]["picture"]
-        for column in range(3):
-            ax, mask = axes[row, column], np.asarray(shown["mask"][column])
-            grid = np.meshgrid(shown["first"], shown["second"], indexing="ij")
-            ax.contourf(*grid, mask, levels=[0.5, 1.5], colors=["tab:red"], alpha=0.25)
-            ax.contour(*grid, mask, levels=[0.5], colors="tab:red", linewidths=1)
-            latent = np.asarray(shown["contra"][column])
-            ax.contour(*grid, latent, levels=[0.5], colors="tab:gray", linewidths=0.8)
-            points = np.asarray(shown["y"][column])
-            ax.plot(points[:, 0], points[:, 1], "k.", ms=3)
-            x = ", ".join(f"{v:.2f}" for v in shown["x"][column][:1])
-            ax.set_title(f"{part}: x = {x}; {shown['components'][column]} parts", fontsize=9)
-            ax.set_aspect("equal")
-    figure.suptitle(
-        "regions at the calibrated threshold: JAPAN (red), CONTRA (grey), targets near x"
-    )
-    return figure
 
 
 def make_report(config: Config, results, seeds, fresh, tables: tuple[str, ...]) -> harness.Report:
@@ -329,6 +304,7 @@ def main(
             table_splits=2,
             trajectory_width=8,
             trajectory_blocks=2,
+            picture_steps=20,
         )
         seeds, fresh_seeds = seeds[:1], ()
     if not seeds or set(seeds) & set(fresh_seeds):

@@ -14,16 +14,25 @@ random centre); Barber et al., arXiv 1905.02928 (CV+); the side of the threshold
 from __future__ import annotations
 
 import math
-import warnings
-from fractions import Fraction
-from numbers import Real
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
+from jaxlib_papers.ops._conformal_folds import (
+    cross_conformal_contains,
+    cv_plus_interval,
+    fold_ids,
+    split_sizes,
+)
+from jaxlib_papers.ops._conformal_rank import (
+    as_fraction,
+    check_level,
+    check_scores,
+    conformal_rank,
+)
 from jaxlib_papers.ops.checks import (
     as_float,
     check_count,
@@ -49,75 +58,6 @@ __all__ = [
 ]
 
 
-def _check_level(name: str, alpha: float) -> float:
-    """The miscoverage as a Python float; it decides a rank, so it has to be known while tracing."""
-    if isinstance(alpha, jax.core.Tracer):
-        raise ValueError(
-            f"{name} is traced, but it decides which score is taken; make it a static argument"
-        )
-    if isinstance(alpha, (jax.Array, np.ndarray, np.generic)) and np.ndim(alpha) == 0:
-        # float32 0.1 is 0.10000000149; the shortest decimal of its own dtype is what was meant.
-        alpha = float(str(np.asarray(alpha)[()]))
-    if not isinstance(alpha, Real) or not 0 < float(alpha) < 1:
-        raise ValueError(f"{name} is {alpha!r}, expected a miscoverage in (0, 1), e.g. 0.1")
-    return float(alpha)
-
-
-def _fraction(alpha: float) -> Fraction:
-    """The decimal or simple fraction that was meant by a float such as 0.1, 1 - 0.9 or 1 / 3."""
-    near = Fraction(alpha).limit_denominator(1_000_000)
-    exact = Fraction(alpha)
-    return near if abs(near - exact) <= Fraction(1, 10**15) else exact
-
-
-def conformal_rank(n: int, alpha: float) -> int:
-    """Rank, from 1, of the nonconformity score that is the conformal quantile.
-
-    Args:
-        n: number of calibration scores.
-        alpha: miscoverage in (0, 1).
-
-    Returns:
-        ceil((1 - alpha)(n + 1)), exactly; n + 1 (no score is large enough) where n is too small.
-
-    Raises:
-        ValueError: n < 0, alpha outside (0, 1).
-
-    Source: Vovk et al.; arXiv 2505.23196, threshold (rank reconstructed).
-    """
-    check_count("n", n, 0)
-    alpha = _check_level("alpha", alpha)
-    return math.ceil((1 - _fraction(alpha)) * (n + 1))
-
-
-def _check_scores(name: str, scores: ArrayLike, *, worst: float) -> Array:
-    """Scores as floats; NaN and the infinity that would count as best are refused.
-
-    The other infinity is a legitimate score (a density that is 0 there), and is warned of. Inside
-    `jit` the values are not at hand: NaN counts as `worst` there, which can only enlarge a set.
-    """
-    values = as_float(scores)
-    check_ndim(name, values, (1,), "[n], one score per calibration point")
-    if values.shape[0] == 0:
-        raise ValueError(f"{name} is empty, expected at least one calibration score")
-    if is_concrete(values):
-        host = np.asarray(values)
-        for wrong, what in ((np.isnan(host), "NaN"), (host == -worst, f"{-worst}")):
-            if wrong.any():
-                raise ValueError(
-                    f"{name}[{int(np.argmax(wrong))}] is {what}, expected a number; "
-                    "look at the model that gave it, or leave the point out of the calibration"
-                )
-        if (host == worst).any():
-            warnings.warn(
-                f"{name} holds {int((host == worst).sum())} values {worst}: those points count as "
-                "outside of every finite set",
-                UserWarning,
-                stacklevel=3,
-            )
-    return jnp.where(jnp.isnan(values), jnp.asarray(worst, values.dtype), values)
-
-
 def conformal_quantile(scores: Float[ArrayLike, " n"], alpha: float) -> Float[Array, ""]:
     """Threshold of nonconformity scores (higher is stranger): keep y where score <= threshold.
 
@@ -135,8 +75,8 @@ def conformal_quantile(scores: Float[ArrayLike, " n"], alpha: float) -> Float[Ar
 
     Source: arXiv 2505.23196, threshold in nonconformity form (rank reconstructed).
     """
-    alpha = _check_level("alpha", alpha)
-    values = _check_scores("scores", scores, worst=math.inf)
+    alpha = check_level("alpha", alpha)
+    values = check_scores("scores", scores, worst=math.inf)
     n = values.shape[0]
     rank = conformal_rank(n, alpha)
     if rank > n:
@@ -160,8 +100,8 @@ def conformal_threshold(scores: Float[ArrayLike, " n"], eps: float) -> Float[Arr
 
     Source: arXiv 2505.23196, threshold (rank reconstructed).
     """
-    eps = _check_level("eps", eps)
-    values = _check_scores("scores", scores, worst=-math.inf)
+    eps = check_level("eps", eps)
+    values = check_scores("scores", scores, worst=-math.inf)
     n = values.shape[0]
     rank = n + 1 - conformal_rank(n, eps)
     if rank == 0:
@@ -187,7 +127,7 @@ def conformal_p_value(
 
     Source: Vovk et al., split conformal p-value.
     """
-    values = jnp.sort(_check_scores("scores", scores, worst=math.inf))
+    values = jnp.sort(check_scores("scores", scores, worst=math.inf))
     n = values.shape[0]
     below = jnp.searchsorted(values, as_float(test_scores).astype(values.dtype), side="left")
     return (1 + n - below).astype(values.dtype) / (n + 1)
@@ -195,7 +135,7 @@ def conformal_p_value(
 
 def _rank_table(n: int, alpha: float) -> np.ndarray:
     """`conformal_rank(count, alpha)` for every count in 0..n, for counts that are traced."""
-    share = 1 - _fraction(alpha)
+    share = 1 - as_fraction(alpha)
     top, bottom = share.numerator, share.denominator
     counts = [-(-top * (m + 1) // bottom) for m in range(n + 1)]
     return np.asarray(counts, np.int32)
@@ -220,9 +160,9 @@ def group_conformal_quantile(
 
     Source: Vovk et al., Mondrian conformal predictors.
     """
-    alpha = _check_level("alpha", alpha)
+    alpha = check_level("alpha", alpha)
     check_count("num_groups", num_groups, 1)
-    values = _check_scores("scores", scores, worst=math.inf)
+    values = check_scores("scores", scores, worst=math.inf)
     groups = jnp.asarray(groups)
     check_integer("groups", groups)
     check_shape("groups", groups, values.shape, "one group a score")
@@ -262,8 +202,8 @@ def weighted_conformal_quantile(
 
     Source: Tibshirani et al., arXiv 1904.06019, eq. 7.
     """
-    alpha = _check_level("alpha", alpha)
-    values = _check_scores("scores", scores, worst=math.inf)
+    alpha = check_level("alpha", alpha)
+    values = check_scores("scores", scores, worst=math.inf)
     values, weights, own = as_float(values, w, w_test)
     check_shape("w", weights, values.shape, "one weight a score")
     for name, array in (("w", weights), ("w_test", own)):
@@ -320,10 +260,10 @@ def localised_conformal_quantile(
 
     Source: Hore and Barber, arXiv 2310.07850, section 3.
     """
-    alpha = _check_level("alpha", alpha)
+    alpha = check_level("alpha", alpha)
     check_positive("bandwidth", bandwidth)
     check_count("chunk_size", chunk_size, 1)
-    values = _check_scores("scores", scores, worst=math.inf)
+    values = check_scores("scores", scores, worst=math.inf)
     values, x, x_test = as_float(values, x, x_test)
     check_ndim("x_test", x_test, (2,), "[batch, features]")
     check_shape("x", x, (values.shape[0], x_test.shape[1]), "[scores, features]")
@@ -339,144 +279,3 @@ def localised_conformal_quantile(
         return weighted_conformal_quantile(values, weights[:-1], weights[-1], alpha)
 
     return jax.lax.map(one, (x_test, centres), batch_size=chunk_size)
-
-
-def split_sizes(n: int, fractions: tuple[float, ...]) -> tuple[int, ...]:
-    """Sizes of parts of n points by their shares; the last part takes what rounding leaves.
-
-    Args:
-        n: points to split.
-        fractions: shares > 0 that sum to 1, e.g. (0.5, 0.25, 0.25).
-
-    Returns:
-        One size a share, each at least 1, with sum n.
-
-    Raises:
-        ValueError: shares that are not > 0 or do not sum to 1, fewer points than parts.
-
-    Example:
-        >>> split_sizes(10, (0.5, 0.25, 0.25))
-        (5, 2, 3)
-
-    Source: split conformal prediction, Vovk et al.
-    """
-    check_count("n", n, len(fractions))
-    if not fractions or min(fractions) <= 0 or abs(math.fsum(fractions) - 1) > 1e-6:
-        raise ValueError(f"fractions is {fractions}, expected shares > 0 that sum to 1")
-    sizes = [max(1, math.floor(n * f + 1e-9)) for f in fractions[:-1]]
-    rest = n - sum(sizes)
-    if rest < 1:
-        raise ValueError(f"fractions {fractions} leave no point of {n} for the last part")
-    return (*sizes, rest)
-
-
-def fold_ids(key: Key[Array, ""], n: int, num_folds: int) -> Int[Array, " n"]:
-    """A random fold 0..num_folds - 1 for each point; sizes differ by at most one.
-
-    Args:
-        key: PRNG key.
-        n: points.
-        num_folds: 2..n.
-
-    Returns:
-        int32 [n].
-
-    Raises:
-        ValueError: counts out of range.
-
-    Source: Barber et al., arXiv 1905.02928, section 3 (folds of CV+).
-    """
-    check_count("n", n, 2)
-    check_count("num_folds", num_folds, 2, n)
-    return jax.random.permutation(key, jnp.arange(n, dtype=jnp.int32) % num_folds)
-
-
-def _check_folds(scores: ArrayLike, folds: ArrayLike) -> tuple[Array, Array]:
-    values = _check_scores("scores", scores, worst=math.inf)
-    folds = jnp.asarray(folds)
-    check_integer("folds", folds)
-    check_shape("folds", folds, values.shape, "the fold of each score")
-    return values, folds
-
-
-def cross_conformal_contains(
-    scores: Float[ArrayLike, " n"],
-    folds: Int[ArrayLike, " n"],
-    test_scores: Float[ArrayLike, "folds *batch"],
-    alpha: float,
-) -> Bool[Array, "*batch"]:
-    """Whether test points lie in the cross-conformal set: every point trains and calibrates.
-
-    Each calibration point was scored by the model that was fitted without its fold; a candidate is
-    compared with it under that same model. Works for scores of any kind, densities included.
-
-    Args:
-        scores: out-of-fold nonconformity scores.
-        folds: fold of each.
-        test_scores: nonconformity of each candidate under each fold's model, shape [folds, ...].
-        alpha: miscoverage in (0, 1); the set covers with probability about 1 - alpha in practice,
-            and at least 1 - 2 alpha - (1 - K/n)/(K + 1) in theory.
-
-    Returns:
-        bool of the trailing shape of `test_scores`: whether fewer than (1 - alpha)(n + 1) scores
-        lie strictly below the candidate's.
-
-    Raises:
-        ValueError: as `conformal_quantile`; shapes that differ.
-
-    Source: Barber et al., arXiv 1905.02928, section 3 (CV+ and cross-conformal sets).
-    """
-    alpha = _check_level("alpha", alpha)
-    values, folds = _check_folds(scores, folds)
-    test = as_float(test_scores).astype(values.dtype)
-    if test.ndim < 1:
-        raise ValueError("test_scores has shape (), expected [folds, ...]")
-
-    def of_fold(fold: Array, candidates: Array) -> Array:
-        own = jnp.sort(jnp.where(folds == fold, values, jnp.inf))
-        return jnp.searchsorted(own, candidates.reshape(-1), side="left").reshape(candidates.shape)
-
-    labels = jnp.arange(test.shape[0], dtype=folds.dtype)
-    below = jnp.sum(jax.vmap(of_fold)(labels, test), axis=0)
-    return below < conformal_rank(values.shape[0], alpha)
-
-
-def cv_plus_interval(
-    residuals: Float[ArrayLike, " n"],
-    folds: Int[ArrayLike, " n"],
-    predictions: Float[ArrayLike, "folds batch"],
-    alpha: float,
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
-    """The CV+ interval of one target from out-of-fold absolute residuals.
-
-    Args:
-        residuals: |y_i - prediction of the model fitted without fold(i)|.
-        folds: fold of each.
-        predictions: each fold model's prediction of the test points.
-        alpha: miscoverage in (0, 1); coverage is at least 1 - 2 alpha up to a term of order
-            sqrt(2/n), about 1 - alpha in practice.
-
-    Returns:
-        (lower, upper): order statistics of prediction -+ residual at the exact conformal ranks;
-        -inf and +inf where n is too small.
-
-    Raises:
-        ValueError: as `conformal_quantile`; shapes that differ; negative residuals.
-
-    Source: Barber et al., arXiv 1905.02928, eq. 11.
-    """
-    alpha = _check_level("alpha", alpha)
-    values, folds = _check_folds(residuals, folds)
-    if is_concrete(values) and float(jnp.min(values)) < 0:
-        raise ValueError(f"residuals holds {float(jnp.min(values))}, expected absolute values")
-    means = as_float(predictions).astype(values.dtype)
-    check_ndim("predictions", means, (2,), "[folds, batch]")
-    own = jnp.take(means, folds, axis=0, mode="clip")
-    n = values.shape[0]
-    rank = conformal_rank(n, alpha)
-    if rank > n:
-        infinite = jnp.full(means.shape[1:], jnp.inf, values.dtype)
-        return -infinite, infinite
-    upper = jnp.sort(own + values[:, None], axis=0)[rank - 1]
-    lower = jnp.sort(own - values[:, None], axis=0)[n - rank]
-    return lower, upper

@@ -10,14 +10,13 @@ Source: comparisons of arXiv 2505.23196 (details reconstructed), each function n
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Key
 
-from jaxlib_papers.ops.checks import as_float, check_choice, check_ndim, check_shape
+from jaxlib_papers.ops.checks import as_float, check_choice, check_shape
 from jaxlib_papers.ops.conformal import conformal_quantile
 from jaxlib_papers.ops.conformal_scores import (
     c_pcp_score,
@@ -27,7 +26,6 @@ from jaxlib_papers.ops.conformal_scores import (
     latent_radius_score,
     linf_score,
     mahalanobis_score,
-    max_normalised_residual_score,
     nearest_sample_distance,
     pcp_score,
 )
@@ -36,44 +34,18 @@ from jaxlib_papers.ops.regions import (
     log_volume_importance,
     log_volume_of_balls,
 )
+from jaxlib_papers.uncertainty._region import Regions, as_rows
 
 __all__ = [
-    "Regions",
-    "cfrnn_regions",
     "contra_regions",
-    "copula_cpts_regions",
     "cqr_regions",
     "hdr_regions",
-    "janet_regions",
     "local_covariance",
     "nle_regions",
     "pcp_regions",
     "rcp_regions",
     "residual_regions",
 ]
-
-
-class Regions(NamedTuple):
-    """One region for each test point.
-
-    Attributes:
-        threshold: of the nonconformity score (of each dimension or step, where there are several).
-        covered: whether the region holds the test target.
-        log_volume: in nats of the units of y (units^d); +inf for the whole space.
-    """
-
-    threshold: Float[Array, "..."]
-    covered: Bool[Array, " batch"]
-    log_volume: Float[Array, " batch"]
-
-
-def _as_rows(*arrays: ArrayLike) -> tuple[Array, ...]:
-    out = []
-    for array in arrays:
-        array = as_float(array)
-        check_ndim("residuals", array, (2,), "[n, d]")
-        out.append(array)
-    return tuple(out)
 
 
 def residual_regions(
@@ -96,7 +68,7 @@ def residual_regions(
     Source: arXiv 2505.23196, comparison with residual scores (reconstructed).
     """
     check_choice("norm", norm, ("l2", "linf"))
-    r_cal, r_test = _as_rows(r_cal, r_test)
+    r_cal, r_test = as_rows(r_cal, r_test)
     score = latent_radius_score if norm == "l2" else linf_score
     q = conformal_quantile(score(r_cal), eps)
     dim = r_test.shape[1]
@@ -138,7 +110,7 @@ def rcp_regions(
 
     Source: arXiv 2505.23196, comparison RCP: volume V_d q^(d/2) sqrt(det S).
     """
-    r_train, r_cal, r_test = _as_rows(r_train, r_cal, r_test)
+    r_train, r_cal, r_test = as_rows(r_train, r_cal, r_test)
     cov = _covariance(r_train)
     q = conformal_quantile(mahalanobis_score(r_cal, cov), eps)
     volume = jnp.broadcast_to(_log_ellipsoid(q, cov), r_test.shape[:1])
@@ -167,7 +139,7 @@ def local_covariance(
     Source: Messoudi et al., "Ellipsoidal conformal inference for multi-target regression" (2022),
     as compared in arXiv 2505.23196 (reconstructed).
     """
-    x_train, r_train, x = _as_rows(x_train, r_train, x)
+    x_train, r_train, x = as_rows(x_train, r_train, x)
     count = min(len(r_train), max(r_train.shape[1] + 1, round(fraction * len(r_train))))
     whole = _covariance(r_train)
 
@@ -240,7 +212,7 @@ def cqr_regions(
 
     Source: Romano et al., arXiv 1905.03222; several targets as in arXiv 2505.23196 (reconstructed).
     """
-    y_cal, y_test = _as_rows(y_cal, y_test)
+    y_cal, y_test = as_rows(y_cal, y_test)
     (low_cal, high_cal), (low, high) = map(as_float, band_cal), map(as_float, band_test)
     dim = y_cal.shape[1]
     if joint:
@@ -252,113 +224,6 @@ def cqr_regions(
     covered = jnp.all(jnp.maximum(low - y_test, y_test - high) <= q[None], axis=1)
     sides = jnp.maximum(high - low + 2 * q[None], 0)  # a threshold below 0 may empty a side
     return Regions(q, covered, jnp.sum(jnp.log(sides), axis=1))
-
-
-def _step_norms(r: ArrayLike) -> Array:
-    r = as_float(r)
-    check_ndim("residuals", r, (3,), "[n, steps, channels]")
-    return latent_radius_score(r)
-
-
-def cfrnn_regions(
-    r_cal: Float[ArrayLike, "n steps channels"],
-    r_test: Float[ArrayLike, "batch steps channels"],
-    eps: float,
-) -> Regions:
-    """A ball for each step of a trajectory, each at eps / H, so that all hold together.
-
-    Args:
-        r_cal: residuals of forecasts on the calibration split.
-        r_test: residuals on the test split.
-        eps: miscoverage of the whole trajectory, in (0, 1).
-
-    Raises:
-        ValueError: shapes that do not fit, as `conformal_quantile`.
-
-    Source: CF-RNN, Stankeviciute et al. (NeurIPS 2021), as compared in arXiv 2505.23196.
-    """
-    cal, test = _step_norms(r_cal), _step_norms(r_test)
-    steps = cal.shape[1]
-    q = jnp.stack([conformal_quantile(cal[:, t], eps / steps) for t in range(steps)])
-    volume = jnp.sum(log_ball_volume(jnp.shape(r_cal)[-1], jnp.log(q)))
-    covered = jnp.all(test <= q[None], axis=1)
-    return Regions(q, covered, jnp.broadcast_to(volume, covered.shape))
-
-
-def copula_cpts_regions(
-    r_cal: Float[ArrayLike, "n steps channels"],
-    r_test: Float[ArrayLike, "batch steps channels"],
-    eps: float,
-) -> Regions:
-    """A ball for each step, at a level that is found jointly.
-
-    The first half of the calibration split gives the distribution of each step's residual norm,
-    the second the joint level: the largest, over steps, of each trajectory's ranks, at its exact
-    conformal rank.
-
-    Args:
-        r_cal: residuals of forecasts on the calibration split, in random order.
-        r_test: residuals on the test split.
-        eps: miscoverage of the whole trajectory, in (0, 1).
-
-    Raises:
-        ValueError: fewer than two calibration rows, shapes that do not fit.
-
-    Source: CopulaCPTS, Sun and Yu, arXiv 2212.03281, with the empirical copula's diagonal
-    (reconstructed).
-    """
-    cal, test = _step_norms(r_cal), _step_norms(r_test)
-    half = cal.shape[0] // 2
-    if half < 1:
-        raise ValueError(f"r_cal has {cal.shape[0]} rows, expected at least 2")
-    grid = jnp.sort(cal[:half], axis=0)
-    # Smallest index of the grid that reaches each norm; half: beyond all of them.
-    rank = jax.vmap(lambda g, v: jnp.searchsorted(g, v, side="left"), in_axes=1, out_axes=1)(
-        grid, cal[half:]
-    )
-    level = conformal_quantile(jnp.max(rank, axis=1).astype(cal.dtype), eps)
-    padded = jnp.concatenate([grid, jnp.full((1, grid.shape[1]), jnp.inf, grid.dtype)])
-    index = jnp.minimum(level, half).astype(jnp.int32)
-    q = padded[index]
-    volume = jnp.sum(log_ball_volume(jnp.shape(r_cal)[-1], jnp.log(q)))
-    covered = jnp.all(test <= q[None], axis=1)
-    return Regions(q, covered, jnp.broadcast_to(volume, covered.shape))
-
-
-def janet_regions(
-    r_cal: Float[ArrayLike, "n steps"],
-    r_test: Float[ArrayLike, "batch steps"],
-    eps: float,
-    sigma: tuple[ArrayLike, ArrayLike] | None = None,
-) -> Regions:
-    """Boxes over time whose sides are one multiple of each step's own scale.
-
-    Args:
-        r_cal: residuals of the calibration split, one number a step (flatten several channels).
-        r_test: residuals of the test split.
-        eps: miscoverage of the whole trajectory, in (0, 1).
-        sigma: scales > 0 of the second half of the calibration rows and of the test rows, [.., d]
-            each, from a model of one's own; None takes root mean squares over the first half.
-
-    Raises:
-        ValueError: fewer than two calibration rows, shapes that do not fit.
-
-    Source: JANET, arXiv 2407.06390, as compared in arXiv 2505.23196 (reconstructed).
-    """
-    r_cal, r_test = _as_rows(r_cal, r_test)
-    half = r_cal.shape[0] // 2
-    if half < 1:
-        raise ValueError(f"r_cal has {r_cal.shape[0]} rows, expected at least 2")
-    if sigma is None:
-        scale = jnp.sqrt(jnp.mean(jnp.square(r_cal[:half]), axis=0))
-        scale = jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)
-        scale_cal = scale_test = scale
-    else:
-        scale_cal, scale_test = map(as_float, sigma)
-    q = conformal_quantile(max_normalised_residual_score(r_cal[half:], scale_cal), eps)
-    covered = max_normalised_residual_score(r_test, scale_test) <= q
-    volume = jnp.sum(jnp.log(2 * q * jnp.broadcast_to(scale_test, r_test.shape)), axis=1)
-    return Regions(q, covered, volume)
 
 
 def contra_regions(
@@ -420,7 +285,7 @@ def pcp_regions(
     Source: Wang et al., arXiv 2206.06584 (PCP, HD-PCP); arXiv 2501.10533 (CP2-PCP, C-PCP).
     """
     check_choice("kind", kind, ("pcp", "hd_pcp", "cp2_pcp", "c_pcp"))
-    y_cal, y_test = _as_rows(y_cal, y_test)
+    y_cal, y_test = as_rows(y_cal, y_test)
     cal, test = as_float(samples_cal), as_float(samples_test)
     if kind == "hd_pcp":
         if log_prob is None:

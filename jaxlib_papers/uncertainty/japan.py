@@ -60,26 +60,24 @@ from jaxlib_papers.ops.regions import (
 )
 from jaxlib_papers.ops.splines import rational_quadratic_spline
 from jaxlib_papers.uncertainty._baselines import (
-    Regions,
-    cfrnn_regions,
     contra_regions,
-    copula_cpts_regions,
     cqr_regions,
     hdr_regions,
-    janet_regions,
     local_covariance,
     nle_regions,
     pcp_regions,
     rcp_regions,
     residual_regions,
 )
-from jaxlib_papers.uncertainty._regressor import (
-    JapanRegressor,
-    NotCalibratedError,
-    RegionMask,
-    RegionSamples,
-)
+from jaxlib_papers.uncertainty._region import Regions
+from jaxlib_papers.uncertainty._regressor import JapanRegressor
 from jaxlib_papers.uncertainty._scores import SCORES, Density
+from jaxlib_papers.uncertainty._trajectory_baselines import (
+    cfrnn_regions,
+    copula_cpts_regions,
+    janet_regions,
+)
+from jaxlib_papers.uncertainty._volumes import NotCalibratedError, RegionMask, RegionSamples
 
 __all__ = [
     "SCORES",

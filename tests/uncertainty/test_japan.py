@@ -512,14 +512,3 @@ class TestBadInput:
         model = JapanRegressor(small_flow(), lambda x, y: y[:, 0] * jnp.nan, prefit=True)
         with pytest.raises(ValueError, match="NaN"):
             model.fit(x, y).calibrate(x, y)
-
-
-def test_sharded_batch_equals_one_device():
-    """Densities and thresholds are the same on a batch that is placed on a mesh."""
-    flow, (x, y) = small_flow(), rows(16)
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    log_prob = jax.jit(lambda flow, y, x: flow.log_prob(y, x))
-    plain = log_prob(flow, y, x)
-    spread = log_prob(flow, jax.device_put(y, place), jax.device_put(x, place))
-    np.testing.assert_allclose(spread, plain, rtol=1e-6)

@@ -23,7 +23,7 @@ _SCRIPT = "torch_flow_rival.py"
 def _race(case: str, ours: Callable[[], object], turns: int, target: str) -> Result:
     """Best turn of each; ours is compiled before the first one, the rival warmed up."""
     start = timed(ours)
-    with Rival(case, script=_SCRIPT) as rival:
+    with Rival(case, script=_SCRIPT, keep_freed_memory=True) as rival:
         best = theirs = float("inf")
         for _ in range(turns):
             best = min(best, timed(ours))
