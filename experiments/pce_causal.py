@@ -351,12 +351,10 @@ def main(
         0 if every criterion held (or the table was fitted), 3 otherwise.
     """
     if table is not None:
-        method = PCTCDConfig(
-            degree=degree, q=q, alpha=config.alpha, lam=config.lam, intercept=intercept
-        )
         options = dict(variables=variables, bootstrap=bootstrap, drop_missing=drop_missing)
+        chosen = dict(degree=degree, q=q, alpha=config.alpha, lam=config.lam, intercept=intercept)
         try:
-            return fit_table(table, parameters, families, method, out, **options)
+            return fit_table(table, parameters, families, PCTCDConfig(**chosen), out, **options)
         except (OSError, ValueError, ModuleNotFoundError) as error:  # said by name, not traced
             raise SystemExit(f"error: {error}") from error
     groups = [(JUDGED, (*seeds, *fresh_seeds)), (SIZES, seeds), (HARDER, seeds[:3])]

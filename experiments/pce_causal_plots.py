@@ -15,13 +15,14 @@ __all__ = ["draw_graph", "drivers"]
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
 STEADY = "0.45"
+LEVEL = 0.01  # of the test of whether an edge's strength varies
 FEW = 6  # settings of a parameter that are drawn as points, not joined by a curve
 
 
 def drivers(graph: CausalGraph, i: int, j: int) -> tuple[int, ...]:
-    """Parameters behind an edge: none, the dominant one, or two that only act together."""
+    """Parameters behind an edge: none (steady), the dominant one, or two that only act together."""
     sobol = graph.sobol(i, j)
-    if sobol.dominant < 0:
+    if sobol.dominant < 0 or graph.variation_pvalue(i, j) > LEVEL:
         return ()
     if sobol.first.sum() >= 0.5:
         return (sobol.dominant,)

@@ -31,7 +31,17 @@ def split_list(text: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 
-def _csv_columns(path: Path) -> dict[str, np.ndarray]:
+def _select(path: Path, names: Sequence[str], parameters, variables) -> list[str]:
+    """The columns that are needed, parameters last; ValueError where one is not there."""
+    if len(set(names)) != len(names):
+        raise ValueError(f"{path}: two columns have the same name; rename one")
+    for name in (*parameters, *variables):
+        if name not in names:
+            raise ValueError(f"{path} has no column {name!r}; it has {', '.join(names)}")
+    return [n for n in (variables or names) if n not in parameters] + list(parameters)
+
+
+def _csv_columns(path: Path, parameters, variables) -> dict[str, np.ndarray]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file))
@@ -41,7 +51,8 @@ def _csv_columns(path: Path) -> dict[str, np.ndarray]:
         raise ValueError(f"{path} has {len(rows)} lines, expected a heading and rows")
     names = [name.strip() for name in rows[0]]
     columns: dict[str, np.ndarray] = {}
-    for k, name in enumerate(names):
+    for name in _select(path, names, parameters, variables):
+        k = names.index(name)
         values = np.empty(len(rows) - 1)
         for line, row in enumerate(rows[1:], 2):
             if len(row) != len(names):
@@ -55,24 +66,23 @@ def _csv_columns(path: Path) -> dict[str, np.ndarray]:
                     "leave the column out with --variables"
                 ) from None
         columns[name] = values
-    if len(columns) != len(names):
-        raise ValueError(f"{path}: two columns have the same name; rename one")
     return columns
 
 
-def _parquet_columns(path: Path) -> dict[str, np.ndarray]:
+def _parquet_columns(path: Path, parameters, variables) -> dict[str, np.ndarray]:
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("Parquet needs pyarrow: pip install pyarrow") from error
     table = pyarrow.parquet.read_table(path)
     columns = {}
-    for name in table.column_names:
+    for name in _select(path, table.column_names, parameters, variables):
         try:
             values = table.column(name).cast("float64").to_numpy()
-        except pyarrow.ArrowInvalid as error:
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
             raise ValueError(
-                f"{path}, column {name!r} holds no numbers; encode or drop it"
+                f"{path}, column {name!r} holds no numbers; encode it or leave the column out with "
+                "--variables"
             ) from error
         columns[name] = np.asarray(values, np.float64)
     return columns
@@ -97,12 +107,9 @@ def read_table(
     readers = {".csv": _csv_columns, ".parquet": _parquet_columns}
     if path.suffix.lower() not in readers:
         raise ValueError(f"table is {path}, expected a name that ends in {' or '.join(readers)}")
-    columns = readers[path.suffix.lower()](path)
-    for name in (*parameters, *variables):
-        if name not in columns:
-            raise ValueError(f"{path} has no column {name!r}; it has {', '.join(columns)}")
     if not parameters:
         raise ValueError("parameters is empty; name the columns of the operating parameters")
+    columns = readers[path.suffix.lower()](path, parameters, variables)
     names = [n for n in (variables or columns) if n not in parameters]
     if not names:
         raise ValueError(f"{path} has no column besides the parameters")
@@ -148,7 +155,7 @@ def fit_table(
             f"{edge['cause']} → {edge['effect']}",
             f"{edge['mean_strength']:+.3f} [{low:+.3f}, {high:+.3f}]",
             f"{edge['probability']:.2f}",
-            driver or "nothing",
+            driver or "steady",
             f"{share:.0%}" if driver else "",
             f"{edge['norm']:.3f}",
         )

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxlib_papers.causal._features import (
     gram_blocks,
     interaction_features,
+    solve_refined,
     solve_spd,
     subset_system,
 )
@@ -144,7 +145,7 @@ def _single_test(x_a, x_b, Z, Psi, *, constant, ridge, reg):
     residuals = both
     if F.shape[1]:
         system = F.T @ F + ridge * m * jnp.eye(F.shape[1], dtype=F.dtype)
-        residuals = both - F @ solve_spd(system, F.T @ both)[0]
+        residuals = both - F @ solve_refined(system, F.T @ both)[0]
     r_a, r_b = _clean(residuals.T, both.T)
     product = r_a * r_b
     coef = product @ Psi / m
@@ -166,7 +167,7 @@ def _test_batch(columns, Psi, pairs, blocks, a, b, z, *, ridge, reg, constant):
     def coefficients(chosen, targets):
         system, rhs, _, _ = subset_system(blocks, chosen, targets)
         system = system + ridge * m * jnp.eye(system.shape[0], dtype=system.dtype)
-        return solve_spd(system, rhs)[0].T.reshape(2, -1, P)
+        return solve_refined(system, rhs)[0].T.reshape(2, -1, P)
 
     beta = jax.vmap(coefficients)(given, jnp.stack([a, b], axis=1))  # [T, 2, K, P]
     strength = (beta.reshape(-1, P) @ Psi.T).reshape(*beta.shape[:3], m)

@@ -193,6 +193,9 @@ class PCTCD:
                 "several times that); lower degree, q or max_cond, or bring more rows"
             )
         families = fit_families(xi, config.families, test_degree)
+        for k, (name, family) in enumerate(zip(parameters, families, strict=True)):
+            escaped = name.replace("{", "{{").replace("}", "}}")
+            family.check_domain(xi[:, k], f"xi column {escaped!r}, row {{}},")
         index, psi = self._basis(xi, families, config.degree, parameters)
         test_psi = psi
         if test_degree != config.degree:

@@ -28,7 +28,8 @@ def graph_to_dict(graph: CausalGraph, bootstrap: Bootstrap | None = None) -> dic
     Returns:
         "variables", "parameters" (with family and map), "index" (multi-indices of the
         coefficients), "edges" (cause, effect, coefficients and mean in units of standard
-        deviations, factor to data units, Wald test, norm, Sobol indices, dominant parameter),
+        deviations, factor to data units, Wald test, norm, Sobol indices, dominant parameter,
+        test of whether the strength varies),
         "pruned", "confounding". Figures that do not exist are None.
 
     Source: OpenReview 4bnCXOtHTm, stage 5.
@@ -47,6 +48,7 @@ def graph_to_dict(graph: CausalGraph, bootstrap: Bootstrap | None = None) -> dic
             "sobol_first": sobol.first.tolist(),
             "sobol_total": sobol.total.tolist(),
             "dominant_parameter": dominant,
+            "varies_pvalue": graph.variation_pvalue(i, j),
         }
         if bootstrap is not None:
             low, high = bootstrap.interval[i, j]

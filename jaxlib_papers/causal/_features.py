@@ -17,7 +17,14 @@ from jaxtyping import Array, Float, Int
 
 from jaxlib_papers.ops.checks import as_float
 
-__all__ = ["Gram", "gram_blocks", "interaction_features", "solve_spd", "subset_system"]
+__all__ = [
+    "Gram",
+    "gram_blocks",
+    "interaction_features",
+    "solve_refined",
+    "solve_spd",
+    "subset_system",
+]
 
 
 def interaction_features(
@@ -57,17 +64,27 @@ def solve_spd(
 ) -> tuple[Float[Array, "... k r"], Float[Array, "... k k"]]:
     """Solution and Cholesky factor of a positive semi-definite system.
 
-    A floor of a few roundings of the largest diagonal entry keeps exactly collinear columns from
-    breaking the factorisation; it is far below every tolerance in float64, and a ridge of 1e-6
-    relative size in float32.
+    A floor of a few roundings of each diagonal entry keeps exactly collinear columns from breaking
+    the factorisation, whatever the columns' scales; it is far below every tolerance in float64, and
+    a ridge of 1e-6 relative size in float32.
     """
     diagonal = jnp.diagonal(G, axis1=-2, axis2=-1)
-    scale = jnp.max(diagonal, axis=-1, initial=0.0)
-    floor = jnp.finfo(G.dtype).eps * max(G.shape[-1], 1) * jnp.where(scale > 0, scale, 1)
+    root = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1))
+    floor = jnp.finfo(G.dtype).eps * max(G.shape[-1], 1)
     eye = jnp.broadcast_to(jnp.eye(G.shape[-1], dtype=G.dtype), G.shape)
-    factor = jnp.linalg.cholesky(G + floor[..., None, None] * eye)
+    unit = G / (root[..., :, None] * root[..., None, :])
+    factor = root[..., :, None] * jnp.linalg.cholesky(unit + floor * eye)
     half = jax.scipy.linalg.solve_triangular(factor, rhs, lower=True)
     return jax.scipy.linalg.solve_triangular(factor, half, lower=True, trans=1), factor
+
+
+def solve_refined(
+    G: Float[Array, "... k k"], rhs: Float[Array, "... k r"]
+) -> tuple[Float[Array, "... k r"], Float[Array, "... k k"]]:
+    """`solve_spd` with one step of iterative refinement, which removes the floor's trace."""
+    x, factor = solve_spd(G, rhs)
+    half = jax.scipy.linalg.solve_triangular(factor, rhs - G @ x, lower=True)
+    return x + jax.scipy.linalg.solve_triangular(factor, half, lower=True, trans=1), factor
 
 
 @jax.jit

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxlib_papers.causal._features import Gram, solve_spd, subset_system
+from jaxlib_papers.causal._features import Gram, solve_refined, solve_spd, subset_system
 from jaxlib_papers.ops.checks import as_float, check_count, check_nonnegative
 
 __all__ = [
@@ -181,9 +181,7 @@ def _node_fits(blocks, nodes, parents):
 
     def one(node, chosen):
         system, rhs, square, real = subset_system(blocks, chosen, node[None])
-        theta, factor = solve_spd(system, rhs)
-        # One refinement step: it takes the rounding of the normal equations out of theta.
-        theta = theta + solve_spd(system, rhs - system @ theta)[0]
+        theta, factor = solve_refined(system, rhs)
         inverse = jax.scipy.linalg.cho_solve((factor, True), jnp.diag(real))
         rss = square[0] - jnp.sum(theta * (2 * rhs - system @ theta))
         return theta[:, 0] * real, rss, inverse * real[None, :]

@@ -217,6 +217,32 @@ class CausalGraph:
             first, total = map(np.asarray, sobol_indices(self.theta[i, j], self.index))
         return EdgeSobol(first, total, int(first.argmax()) if total.any() else -1)
 
+    def variation_pvalue(self, i: int, j: int) -> float:
+        """Wald test of whether the strength of edge j -> i varies with the parameters at all.
+
+        Where it does not, the Sobol indices divide noise among the parameters.
+
+        Args:
+            i: child.
+            j: parent.
+
+        Returns:
+            P-value, chi-squared with P - 1 degrees of freedom; 1 for P = 1.
+
+        Raises:
+            ValueError: there is no such edge.
+
+        Source: OpenReview 4bnCXOtHTm, stage 5; the test (reconstructed).
+        """
+        from scipy.special import chdtrc
+
+        self._check_edge(i, j)
+        theta, covariance = self.theta[i, j, 1:], self.covariance[i, j][1:, 1:]
+        if not theta.size:
+            return 1.0
+        stat = theta @ np.linalg.pinv(covariance, hermitian=True) @ theta
+        return float(chdtrc(theta.size, max(float(stat), 0.0)))
+
     def residuals(self) -> Float[np.ndarray, "m n"]:
         """Residual of each node at the rows of the fit, in theta's units."""
         unit, psi = self.data.unit, self.data.psi

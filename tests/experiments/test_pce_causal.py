@@ -144,6 +144,8 @@ def short(rows):
     [
         (None, {"parameters": "T,pressure"}, "no column 'pressure'; it has T, flow 0"),
         (None, {"parameters": ""}, "parameters is empty"),
+        (None, {"degree": -1}, "degree is -1"),
+        (None, {"variables": "flow 0,flow 11"}, "no column 'flow 11'"),
         (None, {"families": "uniform,uniform"}, "families has 2 entries"),
         (None, {"families": "cauchy"}, "'cauchy' is unknown"),
         (None, {"families": "uniform,uniform(0, 1),uniform"}, "domain of family 'uniform'"),
@@ -164,6 +166,8 @@ def test_other_files_and_variables(tmp_path):
     write_csv(path, blank)
     X, xi, names = read_table(path, ["k"], ["flow 3", "T"])
     assert X.shape == (500, 2) and xi.shape == (500, 1) and names == ["flow 3", "T"]
+    write_csv(path, word)  # a column that is left out need not hold numbers
+    assert read_table(path, ["k"], ["flow 3", "T"])[2] == names
     with pytest.raises(ValueError, match=r"\.csv or \.parquet"):
         read_table(tmp_path / "plant.xlsx", ["k"])
     assert split_list("a, uniform(0, 1) ,b") == ["a", "uniform(0, 1)", "b"]
