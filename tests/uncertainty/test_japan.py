@@ -401,9 +401,11 @@ class TestForecasting:
         rng = np.random.default_rng(0)
         x = rng.standard_normal((60, 3, 1)).cumsum(1)
         y = x[:, -1:] + rng.standard_normal((60, 4, 1)).cumsum(1)
-        flow = japan.TrajectoryFlow(
-            4, 1, features=1, steps=3, blocks=2, width=8, heads=2, attention_layers=1, key=KEY
-        )
+        options = dict(blocks=1, width=4, heads=1, attention_layers=1)
+        key = jax.random.key(0, impl="unsafe_rbg")  # compiles in a tenth of the default's time
+        flow = jax.jit(
+            lambda: japan.TrajectoryFlow(4, 1, features=1, steps=3, **options, key=key)
+        )()
         model = JapanRegressor(flow, fit_config=FitConfig(steps=4, batch_size=8), num_samples=20)
         model.fit(x[:20], y[:20]).calibrate(x[20:50], y[20:50])
         assert model.contains(x[50:], y[50:]).shape == (10,)
@@ -413,6 +415,8 @@ class TestForecasting:
             JapanRegressor(flow).fit(x[:1], y[:1])
         with pytest.raises(ValueError, match="one long series"):
             JapanRegressor("trajectory").fit(x[:, :, 0], y[:, 0])
+        with pytest.raises(ValueError, match="expected histories"):
+            JapanRegressor("trajectory").fit(x[..., None], y)
         series = np.arange(24.0)
         windows = np.stack([series[i : i + 4] for i in range(20)])[..., None]
         with pytest.warns(UserWarning, match="overlapping windows"):
