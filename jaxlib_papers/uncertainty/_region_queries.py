@@ -189,7 +189,7 @@ class RegionQueries(Estimator):
                 draws = draws if shift is None else draws + shift[None]
             else:
                 draws = as_float(self.parts_["flow"].sample(key, context, 2 * n))
-            rows = jnp.repeat(x[None], 2 * n, axis=0).reshape(-1, *x.shape[1:])
+            rows = jnp.repeat(x[None], 2 * n, axis=0).reshape(2 * n * batch, *x.shape[1:])
             flat = draws.reshape(-1, *self.event_shape_)
             good = (self.score_samples_of(rows, flat) >= tau).reshape(2 * n, batch)
             y = draws if y is None else jnp.concatenate([y, draws])

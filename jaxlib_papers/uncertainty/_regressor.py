@@ -315,7 +315,7 @@ class JapanRegressor(RegionQueries):
         self._need("parts_", "fit")
         self._check_settings()
         scores = self.score_samples_of(x, y)
-        threshold = conformal_threshold(scores, float(self.eps))
+        threshold = conformal_threshold(scores, self.eps)
         if np.isneginf(float(threshold)):
             warnings.warn(
                 f"{scores.shape[0]} calibration points at eps = {self.eps} allow no finite region: "

@@ -69,7 +69,7 @@ def density_log_prob(density: Any, y: Array, x: Array | None) -> Array:
         return as_float(density.log_prob(flat, None)).reshape(y.shape[:-1])
     lead = y.shape[: y.ndim - 2]
     many = int(np.prod(lead, dtype=int))
-    rows = jnp.broadcast_to(x[None], (many, *x.shape)).reshape(-1, *x.shape[1:])
+    rows = jnp.broadcast_to(x[None], (many, *x.shape)).reshape(many * x.shape[0], *x.shape[1:])
     flat = density.log_prob(y.reshape(-1, *y.shape[len(lead) + 1 :]), rows)
     return as_float(flat).reshape(*lead, x.shape[0])
 

@@ -285,6 +285,18 @@ class TestVolume:
         ready.set_params(chunk_size=65536)
         assert parts == pytest.approx(whole, rel=0.05)
 
+    def test_no_features_and_a_level_in_single_precision(self):
+        """Contexts of width 0 are no contexts; float32 0.7 is not a little less than 0.7."""
+        _, y = rows(19)
+        x = np.zeros((19, 0), np.float32)
+        model = JapanRegressor(small_flow(context=0), eps=np.float32(0.7), prefit=True)
+        model.fit(x, y).calibrate(x, y)
+        assert int((model.calibration_scores_ < model.threshold_).sum()) == 13
+        volumes = np.asarray(model.log_volume(x[:3], num_samples=50))
+        assert volumes.shape == (3,) and np.isfinite(volumes).all()
+        assert model.sample_region(x[:3], 4).y.shape == (4, 3, 2)
+        assert model.predict(x[:3]).shape == (3, 2)
+
     def test_importance_and_box_agree(self, ready):
         x, _ = rows(20, seed=6)
         a = np.exp(np.asarray(ready.log_volume(x, num_samples=4000))).mean()

@@ -176,9 +176,12 @@ class Flow(nnx.Module):
         check_count("n", n, 1)
         batch: tuple[int, ...] = ()
         dtype = jnp.dtype(jnp.float32)
-        if x is not None and self.context_shape is not None:
+        if x is not None:
             x = jnp.asarray(x)
-            batch = x.shape[: x.ndim - len(self.context_shape)]
+            # A flow without context takes contexts of width 0, too.
+            batch = x.shape[
+                : x.ndim - (1 if self.context_shape is None else len(self.context_shape))
+            ]
             dtype = float_dtype(x)
         z = jax.random.normal(key, (n, *batch, *self.event_shape), dtype)
         y, logdet = self.inverse(z, x)
