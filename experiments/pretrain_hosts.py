@@ -67,17 +67,21 @@ def local_devices(environ: Mapping[str, str]) -> list[int] | None:
 
     Returns:
       An empty list, which is all that this process can see, if it is alone on its host or sees one
-      device only; None, which leaves it to JAX, otherwise.
+      device only; its number on the host, if others are there; None, which leaves it to JAX, if the
+      environment does not say.
     """
-    if "JAX_LOCAL_DEVICE_IDS" in environ:
+    if "JAX_LOCAL_DEVICE_IDS" in environ:  # which JAX reads
         return None
-    # "1(x8)", "2,1", "2(x3),1": tasks on each host of the step.
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    alone = bool(tasks) and all(part.split("(")[0] == "1" for part in tasks.split(","))
-    alone = alone or environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
-    bound = bool(visible) and "," not in visible
-    return [] if alone or bound else None
+    if visible and "," not in visible:
+        return []
+    # "1(x8)", "2,1", "2(x3),1": tasks on each host of the step.
+    if tasks := environ.get("SLURM_STEP_TASKS_PER_NODE", ""):
+        alone = all(part.split("(")[0] == "1" for part in tasks.split(","))
+        return [] if alone else [_number(environ, "SLURM_LOCALID")]
+    if count := _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        return [] if count == 1 else [_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK")]
+    return None
 
 
 @contextlib.contextmanager
@@ -153,8 +157,9 @@ def _explicit(flags: LaunchFlags, environ: Mapping[str, str]) -> dict[str, Any] 
         raise ValueError(
             f"process_id: got {index} of num_processes={count}, expected 0 to {count - 1}"
         )
-    # With a device list JAX asks no cluster for anything.
-    devices = local_devices(environ) if several_processes(environ) else []
+    devices = local_devices(environ)
+    if devices is None and "JAX_LOCAL_DEVICE_IDS" not in environ:
+        devices = []  # all; without a list JAX would ask the cluster
     return {
         "coordinator_address": address,
         "num_processes": count,

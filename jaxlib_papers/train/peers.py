@@ -28,7 +28,7 @@ __all__ = ["PeerWatch"]
 
 _log = logging.getLogger(__name__)
 _BYE, _LOST = b"bye", b"lost"
-_CONNECT_SECONDS = 60.0
+_CONNECT_SECONDS = 20.0
 # A host that vanished: idle seconds before the first probe, seconds between probes, probes.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 

@@ -36,10 +36,10 @@ def test_several_processes_are_recognised(environ, several):
         ({}, None),
         # One task a host: all of the host's devices, where JAX would take the first alone.
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_LOCALID": "0"}, []),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "3"}, None),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2,1"}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "3"}, [3]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_LOCALID": "1"}, [1]),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, []),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, None),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "5"}, [5]),
         # Bound to one device, whose number on the host means nothing inside.
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "CUDA_VISIBLE_DEVICES": "5"}, []),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "JAX_LOCAL_DEVICE_IDS": "0,1"}, None),
@@ -62,9 +62,14 @@ def test_named_coordinator_with_numbers_from_the_scheduler():
         "local_device_ids": []
     }
     slurm = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
-    assert explicit(slurm, *flags) == want | {"local_device_ids": None}
-    alone = explicit({}, *flags, "--num-processes", "8", "--process-id", "3")
-    assert alone == want | {"local_device_ids": []}
+    slurm["SLURM_LOCALID"] = "2"
+    assert explicit(slurm, *flags) == want | {"local_device_ids": [2]}
+    pods = {"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "3"}
+    asked = [*flags, "--num-processes", "8", "--process-id", "3"]
+    assert explicit(pods, *asked) == want | {"local_device_ids": []}
+    chosen = explicit({"JAX_LOCAL_DEVICE_IDS": "0,1"}, *asked)
+    assert chosen == want | {"local_device_ids": None}
+    assert explicit({}, *asked) == want | {"local_device_ids": []}
 
 
 @pytest.mark.parametrize(
