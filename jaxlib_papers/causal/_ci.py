@@ -155,30 +155,37 @@ def _single_test(x_a, x_b, Z, Psi, *, constant, ridge, reg):
     return stat, jax.scipy.special.gammaincc(half, stat / 2), coef
 
 
-@partial(jax.jit, static_argnames=("ridge", "reg", "constant"))
-def _test_batch(columns, Psi, pairs, blocks, a, b, z, *, ridge, reg, constant):
-    """T and coefficients of a batch of tests with equally many (padded) conditioning variables."""
+@partial(jax.jit, static_argnames=("ridge", "constant"))
+def _residual_batch(columns, Psi, blocks, targets, z, *, ridge, constant):
+    """[S, m] residuals of `targets` [S], each regressed on its own (padded) set z [S, k]."""
     m, P = Psi.shape
     n = columns.shape[0] - 2
-    rows, cols = np.triu_indices(P)
     first = jnp.full((z.shape[0], 1), n if constant else n + 1, z.dtype)
     given = jnp.concatenate([first, z], axis=1)
 
-    def coefficients(chosen, targets):
-        system, rhs, _, _ = subset_system(blocks, chosen, targets)
+    def coefficients(chosen, target):
+        system, rhs, _, _ = subset_system(blocks, chosen, target[None])
         system = system + ridge * m * jnp.eye(system.shape[0], dtype=system.dtype)
-        return solve_refined(system, rhs)[0].T.reshape(2, -1, P)
+        return solve_refined(system, rhs)[0].reshape(-1, P)
 
-    beta = jax.vmap(coefficients)(given, jnp.stack([a, b], axis=1))  # [T, 2, K, P]
-    strength = (beta.reshape(-1, P) @ Psi.T).reshape(*beta.shape[:3], m)
-    explained = jnp.sum(strength * columns[given][:, None], axis=2)
-    x = columns[jnp.stack([a, b], axis=1)]
-    residuals = _clean(x - explained, x)
-    product = residuals[:, 0] * residuals[:, 1]
+    beta = jax.vmap(coefficients)(given, targets)  # [S, K, P]
+    strength = (beta.reshape(-1, P) @ Psi.T).reshape(*given.shape, m)
+    x = columns[targets]
+    return _clean(x - jnp.sum(strength * columns[given], axis=1), x)
+
+
+@partial(jax.jit, static_argnames="reg")
+def _test_batch(residuals, Psi, pairs, a, b, *, reg):
+    """T and coefficients of tests, whose residuals are rows a and b of the blocks given."""
+    m, P = Psi.shape
+    rows, cols = np.triu_indices(P)
+    residuals = jnp.concatenate(residuals)
+    product = residuals[a] * residuals[b]
     coef = product @ Psi / m
     upper = (product * product) @ pairs / m
-    second = jnp.zeros((a.shape[0], P, P), Psi.dtype)
-    second = second.at[:, rows, cols].set(upper).at[:, cols, rows].set(upper)
+    place = np.zeros((P, P), np.int32)  # of each entry of the symmetric matrix among the pairs
+    place[rows, cols] = place[cols, rows] = np.arange(len(rows))
+    second = upper[:, place.ravel()].reshape(-1, P, P)
     return _statistic(coef, second, m, reg), coef
 
 
@@ -194,8 +201,9 @@ def _prepare(X, Psi):
 class PCTIndependence:
     """`pct_ci_test` on one data set, for `pc_skeleton`: single tests and batches of them.
 
-    A batch gathers its normal equations from one Gram matrix and turns the covariances of all its
-    tests into one matrix product with the m x P(P+1)/2 matrix of products of basis functions.
+    A batch gathers its normal equations from one Gram matrix, computes each residual once however
+    many tests share it, and turns the covariances of all its tests into one matrix product with the
+    m x P(P+1)/2 matrix of products of basis functions.
 
     Args:
         X: [m, n] observations, centred.
@@ -213,7 +221,8 @@ class PCTIndependence:
         self._psi = Psi
         self._columns, self._pairs = _prepare(X, Psi)
         self._blocks = gram_blocks(X, Psi)
-        self._options = {"constant": constant, "ridge": ridge, "reg": reg}
+        self._regression = {"constant": constant, "ridge": ridge}
+        self._reg = reg
         self.tests = 0
 
     def __call__(self, a: int, b: int, z: tuple[int, ...] = ()) -> float:
@@ -226,23 +235,32 @@ class PCTIndependence:
         z = np.asarray(z, np.int32).reshape(len(a), -1)
         m, n = self._psi.shape[0], self._columns.shape[0] - 2
         _check_rows(m, self.basis, z.shape[1])
-        # Two widths for conditioning sets of up to three: fewer programs to compile.
-        width = next((w for w in (1, 3) if z.shape[1] <= w), z.shape[1])
-        z = np.pad(z, ((0, 0), (0, width - z.shape[1])), constant_values=-1)
         z = np.where(z < 0, n + 1, z).astype(np.int32)
         size = max(8, min(256, 1 << int(np.log2(self.BUDGET / (2 * m * (z.shape[1] + 1)) + 1))))
-        stats, coefs = [], []
+        # Tests with the same z side by side: they share residuals.
+        order = np.lexsort(z.T) if z.shape[1] else np.arange(len(a))
+        stats, coefs = np.empty(len(a)), np.empty((len(a), self.basis))
         for start in range(0, len(a), size):
-            part = slice(start, start + size)
-            fill = max(0, start + size - len(a))
-            padded = (np.pad(v[part], ((0, fill),) + ((0, 0),) * (v.ndim - 1)) for v in (a, b, z))
-            stat, coef = _test_batch(
-                self._columns, self._psi, self._pairs, self._blocks, *padded, **self._options
-            )
-            stats.append(np.asarray(stat)[: size - fill])
-            coefs.append(np.asarray(coef)[: size - fill])
+            part = order[start : start + size]
+            count = len(part)
+            wanted = np.concatenate([np.column_stack([v[part], z[part]]) for v in (a, b)])
+            unique, place = np.unique(wanted, axis=0, return_inverse=True)
+            rows = np.pad(place.reshape(2, count).astype(np.int32), ((0, 0), (0, size - count)))
+            residuals = self._residuals(unique, size // 2)
+            stat, coef = _test_batch(residuals, self._psi, self._pairs, *rows, reg=self._reg)
+            stats[part], coefs[part] = np.asarray(stat)[:count], np.asarray(coef)[:count]
         self.tests += len(a)
-        return np.concatenate(stats), np.concatenate(coefs)
+        return stats, coefs
+
+    def _residuals(self, unique: np.ndarray, size: int) -> list[Array]:
+        """Four blocks of `size` residuals of (target, z) pairs; what is not needed is 0."""
+        blocks = []
+        for start in range(0, len(unique), size):
+            part = unique[start : start + size]
+            part = np.concatenate([part, np.repeat(part[:1], size - len(part), axis=0)])
+            data = (self._columns, self._psi, self._blocks)
+            blocks.append(_residual_batch(*data, part[:, 0], part[:, 1:], **self._regression))
+        return blocks + [jnp.zeros_like(blocks[0])] * (4 - len(blocks))
 
     def batch(
         self, a: Int[np.ndarray, " T"], b: Int[np.ndarray, " T"], z: Int[np.ndarray, "T k"]

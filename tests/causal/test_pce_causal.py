@@ -70,6 +70,7 @@ def test_reactor_is_recovered_with_its_functions(plant, graph):
     ]  # fmt: skip
     assert 0.85 < np.mean(inside) <= 1
     assert graph.sobol(1, 0).dominant == 0 and graph.sobol(8, 6).dominant == 2
+    assert graph.variation_pvalue(1, 0) < 1e-6
     sobol = graph.sobol(4, 2)  # .8 + .3 p1 p0: an interaction
     assert sobol.first.sum() < 0.5 < sobol.total[0] and sobol.total[1] > 0.5
     assert not graph.pruned or max(f["norm"] for f in graph.pruned.values()) < 0.3
@@ -106,6 +107,7 @@ def test_programs_are_not_compiled_again_for_another_graph(plant):
 def test_static_ablation_misses_what_cancels(plant, graph):
     static = fit(plant, PCTCDConfig(degree=0))
     assert static.theta.shape[2] == 1
+    assert static.variation_pvalue(*np.argwhere(static.adjacency)[0]) == 1
     assert graph_metrics(static.adjacency, plant.adjacency).f1 < 0.8
 
 
