@@ -92,6 +92,9 @@ class ModelFlags:
     """Experts per layer."""
     top_k: PresetInt = None
     """Experts per token."""
+    receive_factor: PresetFloat = None
+    """Room for tokens from other devices, in multiples of a device's own; what is past it is
+    dropped and counted. Not given: room for all of them."""
     vocab_size: PresetInt = None
     """Rows of the embedding; tiny and small take as many as the tokenizer needs."""
     max_positions: PresetInt = None

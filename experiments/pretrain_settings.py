@@ -148,7 +148,7 @@ def resolve(flags: PretrainFlags) -> Settings:
 
 def _model(config: DecoderConfig, flags: ModelFlags, vocab_size: int) -> DecoderConfig:
     renamed = {"layers": "num_layers", "dtype": "compute_dtype"}
-    of_experts = ("num_experts", "top_k")
+    of_experts = ("num_experts", "top_k", "receive_factor")
     given = {k: v for k, v in dataclasses.asdict(flags).items() if v is not None}
     given.pop("vocab_size", None)
     experts = {name: given.pop(name) for name in of_experts if name in given}

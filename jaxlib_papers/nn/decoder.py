@@ -14,6 +14,7 @@ from jaxlib_papers.nn.adapters import SharedAdapters, adapter_scope
 from jaxlib_papers.nn.attention import SelfAttention, SequenceInfo
 from jaxlib_papers.nn.cache import LayerCache
 from jaxlib_papers.nn.config import DecoderConfig
+from jaxlib_papers.nn.embedding import embed_tokens
 from jaxlib_papers.nn.layers import RMSNorm, SwiGLU, dropout, normal_param, stack_modules
 from jaxlib_papers.nn.moe import MoELayer, RouterOutput
 from jaxlib_papers.nn.partitioning import constrain
@@ -209,13 +210,11 @@ class DecoderLM(nnx.Module):
 
     def embed(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """Embedding of every token, in the compute dtype."""
-        # Whole along the embedding: looked up in a table split there, x would have to be re-split.
-        table = constrain(self.embedding[...], ("vocab_act", "embed_act"), name="embedding")
-        x = jnp.take(table, tokens, axis=0, mode="clip")
-        return constrain(x.astype(self.config.compute_dtype), _STREAM)
+        x = embed_tokens(self.embedding[...], tokens, self.config.compute_dtype)
+        return constrain(x, _STREAM)
 
     def head_kernel(self) -> Float[Array, "embed vocab"]:
-        """The output matrix in the compute dtype, whole along the embedding."""
+        """The output matrix in the compute dtype."""
         tied = self.embedding[...].T
         if self.head is None:
             kernel = tied
@@ -224,7 +223,7 @@ class DecoderLM(nnx.Module):
         else:  # low-rank factors beside the head's own matrix or, where it is tied, the embedding
             kernel = self.head.dense(tied)
         kernel = kernel.astype(self.config.compute_dtype)
-        return constrain(kernel, ("embed_act", "vocab_act"), name="head")
+        return constrain(kernel, ("embed", "vocab_act"), name="head")
 
     def logits(self, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
         """Float32 logits of all tokens at once; for long sequences use `ops.cross_entropy`.
@@ -234,7 +233,7 @@ class DecoderLM(nnx.Module):
         """
         logits = lax.dot_general(
             hidden,
-            self.head_kernel(),
+            constrain(self.head_kernel(), ("embed_act", "vocab_act"), name="head"),
             (((2,), (0,)), ((), ())),
             preferred_element_type=float_dtype(hidden),
         )

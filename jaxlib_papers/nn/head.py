@@ -27,7 +27,8 @@ def head_cross_entropy(
 
     Inside `nn.partitioning.use_sharding` the chunks run in `jax.shard_map` over the axes that split
     rows and sequence, so that the kernel's gradient is summed over devices once and not once a
-    chunk; the vocabulary stays with automatic partitioning.
+    chunk, and scattered where the kernel is split along the embedding; the vocabulary stays with
+    automatic partitioning.
 
     Args:
       hidden: Final hidden states.
@@ -62,13 +63,19 @@ def head_cross_entropy(
     if not axes:
         return local(hidden, kernel, targets, mask)
 
-    def summed(*args: Array) -> tuple[Array, Array]:
-        return jax.lax.psum(local(*args), tuple(sorted(axes)))
+    split = logical_to_spec(("embed", None), kernel.shape, rules, mesh, name="kernel")[0]
+    along = () if split is None else (split,) if isinstance(split, str) else split
+
+    def summed(hidden: Array, kernel: Array, targets: Array, mask: Array) -> tuple[Array, Array]:
+        kernel, _ = align_varying(kernel, hidden)
+        if along:
+            kernel = jax.lax.all_gather(kernel, along, axis=0, tiled=True)
+        return jax.lax.psum(local(hidden, kernel, targets, mask), tuple(sorted(axes)))
 
     return jax.shard_map(
         summed,
         mesh=mesh,
-        in_specs=(PartitionSpec(*rows, None), PartitionSpec(), rows, rows),
+        in_specs=(PartitionSpec(*rows, None), PartitionSpec(split, None), rows, rows),
         out_specs=(PartitionSpec(), PartitionSpec()),
-        axis_names=axes,
+        axis_names=axes | set(along),
     )(hidden, kernel, targets, mask)

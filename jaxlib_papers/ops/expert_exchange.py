@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +58,8 @@ def exchanged_expert_mixture(
     Args:
       x: This device's token vectors.
       indices: Experts of each token, out of those of all devices; one outside adds nothing.
-      weights: Their weights, float32. They travel with the rows, so that results come back
-        weighted and nothing but the tokens is kept for the backward pass.
+      weights: Their weights, float32. They travel too, so that results come back weighted and
+        nothing but the tokens is kept for the backward pass.
       gate_up: First matrices of this device's experts, gate before up.
       down: Second matrices.
       axis_name: Mesh axis (or axes) over which experts and tokens are spread.
@@ -107,12 +106,10 @@ def exchanged_expert_mixture(
     received = exchange.there(take_rows(x, dispatch))
     # Which of its owner's experts a row is for (-1: none).
     number = weights_of_rows((indices % local + 1).astype(weights.dtype), dispatch)
-    weight, number = _send_labels(weights_of_rows(weights, dispatch), number, exchange, x.dtype)
-    number = lax.stop_gradient(number).astype(jnp.int32)[:, None] - 1
-    if isinstance(exchange, _Ragged):  # rows past the last one received
-        past = lax.iota(jnp.int32, received.shape[0]) >= jnp.sum(exchange.from_sizes)
-        number = jnp.where(past[:, None], jnp.full_like(number, -1), number)
-    results, _ = expert_mixture(received, number, weight[:, None], gate_up, down)
+    labels = jnp.stack([weights_of_rows(weights, dispatch), number], axis=1)
+    weight, number = jnp.split(exchange.labels_there(labels), 2, axis=1)
+    number = lax.stop_gradient(number).astype(jnp.int32) - 1
+    results, _ = expert_mixture(received, number, weight, gate_up, down)
     y = sum_rows(exchange.back(results), dispatch)
     if isinstance(exchange, _Ragged):
         return y, exchange.dropped
@@ -131,7 +128,7 @@ class _Slots:
     def there(self, rows: Array) -> Array:
         return lax.all_to_all(rows, self.axis_name, 0, 0, tiled=True)
 
-    back = there
+    back = labels_there = there
 
 
 @functools.partial(
@@ -188,6 +185,10 @@ class _Ragged:
             dropped=jnp.sum(wanted[me] - sizes[me]),
         )
 
+    def labels_there(self, labels: Array) -> Array:
+        """[rows, n] -> [room, n]; zeros in rows that nothing came to."""
+        return _labels_there(labels, self)
+
     def there(self, rows: Array) -> Array:
         sent = (self.starts, self.sizes, self.places, self.from_sizes)
         return self._send(rows, self.room, *sent)
@@ -201,51 +202,35 @@ class _Ragged:
         return lax.ragged_all_to_all(rows, empty, *parts, axis_name=self.axis_name)
 
 
-def _split(values: Array, dtype: Any) -> list[Array]:
-    """Numbers as sums of numbers in a narrower dtype, exact to the bits of float32."""
-    if jnp.finfo(dtype).bits >= 32:
-        return [values.astype(dtype)]
-    parts, rest = [], values
-    for _ in range(3):
-        info = jnp.finfo(dtype)
-        # Not a pair of casts: the compiler may leave those out.
-        part = lax.reduce_precision(rest, info.nexp, info.nmant)
-        parts.append(part.astype(dtype))
-        rest = rest - part
-    return parts
+def _pick(
+    labels: Array, axis_name: AxisNames, room: int, sizes: Array, starts: Array, places: Array
+) -> Array:
+    """Labels of rows that lie here from `starts` on and lay on the others from `places` on.
 
-
-def _join(parts: Array, dtype: Any) -> Array:
-    return jnp.sum(parts.astype(dtype), axis=1)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _send_labels(
-    weights: Float[Array, " rows"],
-    numbers: Float[Array, " rows"],
-    exchange: _Slots | _Ragged,
-    dtype: Any,
-) -> tuple[Float[Array, " received"], Float[Array, " received"]]:
-    """Weights and whole numbers below 2**16, in the dtype of the rows.
-
-    A row of a few numbers is padded to a whole line on its way, so half as wide is half as much.
+    Gathered from all devices: a few numbers a row, which a ragged exchange would pad to a line.
     """
-    parts = _split(weights, dtype)
-    high = jnp.floor(numbers / 256)
-    labels = [*parts, high.astype(dtype), (numbers - 256 * high).astype(dtype)]
-    labels = exchange.there(jnp.stack(labels, axis=1))
-    high, low = (labels[:, i].astype(numbers.dtype) for i in (-2, -1))
-    return _join(labels[:, :-2], weights.dtype), 256 * high + low
+    every = lax.all_gather(labels.T, axis_name)  # rows last, so that they lie densely
+    every = jnp.moveaxis(every, 1, 2).reshape(-1, labels.shape[1])
+    row = lax.iota(jnp.int32, room)
+    owner = jnp.sum((row[:, None] >= starts[None, :]).astype(jnp.int32), axis=1) - 1
+    inside = row - starts[owner]
+    picked = jnp.take(every, owner * labels.shape[0] + places[owner] + inside, axis=0, mode="clip")
+    return jnp.where((inside < sizes[owner])[:, None], picked, jnp.zeros_like(picked))
 
 
-def _send_fwd(weights: Array, numbers: Array, exchange: Any, dtype: Any) -> tuple[Any, Any]:
-    return _send_labels(weights, numbers, exchange, dtype), (jnp.zeros_like(numbers), exchange)
+@jax.custom_vjp
+def _labels_there(labels: Array, exchange: _Ragged) -> Array:
+    e = exchange
+    return _pick(labels, e.axis_name, e.room, e.from_sizes, e.from_starts, e.from_places)
 
 
-def _send_bwd(dtype: Any, saved: Any, gradients: tuple[Array, Array]) -> tuple[Array, Array, None]:
-    zeros, exchange = saved
-    parts = exchange.back(jnp.stack(_split(gradients[0], dtype), axis=1))
-    return _join(parts, gradients[0].dtype), zeros, None
+def _labels_fwd(labels: Array, exchange: _Ragged) -> tuple[Array, _Ragged]:
+    return _labels_there(labels, exchange), exchange
 
 
-_send_labels.defvjp(_send_fwd, _send_bwd)
+def _labels_bwd(exchange: _Ragged, gradients: Array) -> tuple[Array, None]:
+    e = exchange
+    return _pick(gradients, e.axis_name, e.rows, e.sizes, e.starts, e.places), None
+
+
+_labels_there.defvjp(_labels_fwd, _labels_bwd)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jaxlib_papers.nn.partitioning import (
@@ -154,9 +155,13 @@ def make_mesh(
         config = MeshConfig.parse(config)
     devices = jax.devices() if devices is None else list(devices)
     sizes = config.resolve(len(devices)).sizes
-    return jax.make_mesh(
-        sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices
-    )
+    axis_types = (AxisType.Auto,) * len(MESH_AXES)
+    try:
+        return jax.make_mesh(sizes, MESH_AXES, axis_types=axis_types, devices=devices)
+    except NotImplementedError:
+        # No product of a TPU slice's own axes is one of these sizes: cut those axes.
+        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return Mesh(grid, MESH_AXES, axis_types=axis_types)
 
 
 def abstract_mesh(config: MeshConfig | str, num_devices: int | None = None) -> AbstractMesh:

@@ -82,3 +82,13 @@ def test_batch_entries_are_split_by_rows_and_tokens_by_sequence_too():
     shapes["tokens"] = jax.ShapeDtypeStruct((6, 16), np.int32)
     with pytest.raises(ValueError, match=r"batch\['tokens'\].*size 6.*data\*fsdp of size 4"):
         batch_shardings(shapes, mesh)
+
+
+def test_sizes_that_are_no_product_of_a_slices_axes_cut_those_axes(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise NotImplementedError("Failed to find assignment for logical_axis_index 2")
+
+    monkeypatch.setattr(jax, "make_mesh", refuse)
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    assert dict(mesh.shape) == dict.fromkeys(MESH_AXES, 1)
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}

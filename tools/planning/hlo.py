@@ -112,7 +112,11 @@ def collectives_in_hlo(text: str) -> dict[str, Total]:
         found = _OPERATION.search(line)
         if found:
             kind, operand = found[2], defined.get(found[4], "")
-            here[name].append((kind, *_bytes(kind, found[1], bool(found[3]), operand, line)))
+            result, sent = _bytes(kind, found[1], bool(found[3]), operand, line)
+            if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+                # The TPU compiler's scatter: a fusion of a sum and the cut of one's own part.
+                kind, result, sent = "reduce-scatter", result / _group_size(line), sent / 2
+            here[name].append((kind, result, sent))
         bound = _BOUND.search(line)
         if bound:
             bounds[name] = max(bounds.get(name, 1), int(bound[1]))

@@ -84,6 +84,10 @@ def estimate_memory(job: Job) -> Memory:
         hidden = moe.expert_dim / mesh.tensor
         in_experts = rows * (width + 3 * hidden) * half
         working = rows * (2 * width + 3 * hidden) * half + rows * hidden * 4
+        if mesh.expert > 1:
+            # Rows as they come, sorted, results, results in the order of coming, and the gradient
+            # of each; and the rows at home.
+            working += 10 * rows * width * half
     else:
         hidden = config.mlp_dim / mesh.tensor
         in_experts = 3 * tokens * hidden * half
