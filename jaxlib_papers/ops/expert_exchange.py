@@ -106,10 +106,9 @@ def exchanged_expert_mixture(
     received = exchange.there(take_rows(x, dispatch))
     # Which of its owner's experts a row is for (-1: none).
     number = weights_of_rows((indices % local + 1).astype(weights.dtype), dispatch)
-    labels = jnp.stack([weights_of_rows(weights, dispatch), number], axis=1)
-    weight, number = jnp.split(exchange.labels_there(labels), 2, axis=1)
-    number = lax.stop_gradient(number).astype(jnp.int32) - 1
-    results, _ = expert_mixture(received, number, weight, gate_up, down)
+    weight, number = exchange.labels_there(weights_of_rows(weights, dispatch), number)
+    number = lax.stop_gradient(number).astype(jnp.int32)[:, None] - 1
+    results, _ = expert_mixture(received, number, weight[:, None], gate_up, down)
     y = sum_rows(exchange.back(results), dispatch)
     if isinstance(exchange, _Ragged):
         return y, exchange.dropped
@@ -128,7 +127,10 @@ class _Slots:
     def there(self, rows: Array) -> Array:
         return lax.all_to_all(rows, self.axis_name, 0, 0, tiled=True)
 
-    back = labels_there = there
+    back = there
+
+    def labels_there(self, *labels: Array) -> tuple[Array, ...]:
+        return tuple(self.there(jnp.stack(labels, axis=1)).T)
 
 
 @functools.partial(
@@ -185,9 +187,9 @@ class _Ragged:
             dropped=jnp.sum(wanted[me] - sizes[me]),
         )
 
-    def labels_there(self, labels: Array) -> Array:
-        """[rows, n] -> [room, n]; zeros in rows that nothing came to."""
-        return _labels_there(labels, self)
+    def labels_there(self, weights: Array, numbers: Array) -> tuple[Array, Array]:
+        """[rows] -> [room], zeros in rows that nothing came to; weights have a gradient."""
+        return _labels_there(weights, numbers, self)
 
     def there(self, rows: Array) -> Array:
         sent = (self.starts, self.sizes, self.places, self.from_sizes)
@@ -203,34 +205,49 @@ class _Ragged:
 
 
 def _pick(
-    labels: Array, axis_name: AxisNames, room: int, sizes: Array, starts: Array, places: Array
-) -> Array:
+    labels: tuple[Array, ...],
+    axis_name: AxisNames,
+    room: int,
+    sizes: Array,
+    starts: Array,
+    places: Array,
+) -> list[Array]:
     """Labels of rows that lie here from `starts` on and lay on the others from `places` on.
 
     Gathered from all devices: a few numbers a row, which a ragged exchange would pad to a line.
     """
-    every = lax.all_gather(labels.T, axis_name)  # rows last, so that they lie densely
-    every = jnp.moveaxis(every, 1, 2).reshape(-1, labels.shape[1])
+    every = lax.all_gather(jnp.stack(labels), axis_name)  # rows last, so that they lie densely
     row = lax.iota(jnp.int32, room)
     owner = jnp.sum((row[:, None] >= starts[None, :]).astype(jnp.int32), axis=1) - 1
     inside = row - starts[owner]
-    picked = jnp.take(every, owner * labels.shape[0] + places[owner] + inside, axis=0, mode="clip")
-    return jnp.where((inside < sizes[owner])[:, None], picked, jnp.zeros_like(picked))
+    at = owner * labels[0].shape[0] + places[owner] + inside
+    valid = inside < sizes[owner]
+
+    def pick(label: Array) -> Array:
+        picked = jnp.take(label.reshape(-1), at, mode="clip")
+        return jnp.where(valid, picked, jnp.zeros_like(picked))
+
+    return [pick(every[:, i]) for i in range(len(labels))]
 
 
 @jax.custom_vjp
-def _labels_there(labels: Array, exchange: _Ragged) -> Array:
+def _labels_there(weights: Array, numbers: Array, exchange: _Ragged) -> tuple[Array, Array]:
     e = exchange
-    return _pick(labels, e.axis_name, e.room, e.from_sizes, e.from_starts, e.from_places)
+    sent = (e.axis_name, e.room, e.from_sizes, e.from_starts, e.from_places)
+    weights, numbers = _pick((weights, numbers), *sent)
+    return weights, numbers
 
 
-def _labels_fwd(labels: Array, exchange: _Ragged) -> tuple[Array, _Ragged]:
-    return _labels_there(labels, exchange), exchange
+def _labels_fwd(
+    weights: Array, numbers: Array, exchange: _Ragged
+) -> tuple[tuple[Array, Array], _Ragged]:
+    return _labels_there(weights, numbers, exchange), exchange
 
 
-def _labels_bwd(exchange: _Ragged, gradients: Array) -> tuple[Array, None]:
+def _labels_bwd(exchange: _Ragged, gradients: tuple[Array, Array]) -> tuple[Array, Array, None]:
     e = exchange
-    return _pick(gradients, e.axis_name, e.rows, e.sizes, e.starts, e.places), None
+    (back,) = _pick(gradients[:1], e.axis_name, e.rows, e.sizes, e.starts, e.places)
+    return back, jnp.zeros_like(back), None
 
 
 _labels_there.defvjp(_labels_fwd, _labels_bwd)

@@ -116,11 +116,10 @@ def list_collectives(job: Job) -> tuple[Collective, ...]:
         # Per layer and micro-batch, in the compute dtype: forward and recomputation, gradient.
         count = micro * sum(p.layers for p in chosen)
         whole = sum(p.held * mesh.fsdp for p in chosen) * half * micro / count
-        if what == "tables":  # looked up in the parameters' dtype, multiplied in the other
+        if what == "tables":  # once for the tokens, once for the head
             uses = 2 if config.tie_embeddings else 1
-            each = whole * (BYTES[config.param_dtype] / half + uses - 1) / uses
-            add("all-gather", "fsdp", what, uses * count, each, False)
-            add("all-reduce", "fsdp", "gradients of " + what, uses * count, each, False)
+            add("all-gather", "fsdp", what, uses * count, whole, False)
+            add("reduce-scatter", "fsdp", "gradients of " + what, uses * count, whole, False)
             continue
         add("all-gather", "fsdp", what, 2 * count, whole, False)
         add("reduce-scatter", "fsdp", "gradients of " + what, count, whole, False)
