@@ -80,12 +80,12 @@ def make(name: str) -> Callable[[jax.Array, str], nnx.Module]:
 
 
 def call_flow(flow: Any, key: jax.Array, dtype: str) -> Any:
-    """Density, inverse and samples at once."""
+    """Density and samples at once; samples are made by the inverse."""
     keys = jax.random.split(jax.random.key(3), 2)
     y = jax.random.normal(keys[0], (ROWS, *flow.event_shape)).astype(dtype)
     shape = flow.context_shape
     x = None if shape is None else jax.random.normal(keys[1], (ROWS, *shape)).astype(dtype)
-    return flow.log_prob(y, x), flow.inverse(y, x), flow.sample(key, x, 2)
+    return flow.log_prob(y, x), flow.sample_and_log_prob(key, x, 2)
 
 
 def call_network(name: str) -> Callable[[Any, jax.Array, str], Any]:
