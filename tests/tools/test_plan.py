@@ -230,6 +230,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %ar = (bf16[10]{0}, bf16[2]{0}) all-reduce(%a, %b), replica_groups=[4,2]<=[8], to_apply=%cond
   %s = (f32[4]{0}, f32[8]{0}) all-gather-start(%a), replica_groups={{0,1}}, dimensions={0}
   %r = f32[6]{0} reduce-scatter(%a), replica_groups=mesh['x'=2,'y'=4] {'y'}, to_apply=%cond
+  %r2 = f32[3]{0} reduce-scatter(%a), replica_groups=mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x','y'}
   %few = bf16[100,8]{1,0} copy(%a)
   %ra = bf16[400,8]{1,0} ragged-all-to-all(%few, %z, %i), replica_groups={{0,1,2,3}}
   %p = f32[5]{0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}
@@ -240,11 +241,13 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     assert sent == {
         "all-gather": (4, 3 * 256 * 3 / 4 + 32 / 2),
         "all-reduce": (1, 2 * 24 / 2),
-        "reduce-scatter": (1, 24 * 3),
+        "reduce-scatter": (2, 24 * 3 + 12 * 7),
         "ragged-all-to-all": (1, 1600 * 3 / 4),
         "collective-permute": (1, 20),
     }
     assert found["ragged-all-to-all"].results == 6400
+    with pytest.raises(ValueError, match="not known"):
+        hlo.collectives_in_hlo(text.replace("replica_groups={{0,1}}", "replica_groups=(0-1)"))
 
 
 def test_step_that_is_compiled_is_the_trainers():

@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+from tools.planning.collectives import exchange_bytes, least_parameter_bytes
 from tools.planning.estimate import Estimate
 from tools.planning.hlo import collectives_in_hlo
 from tools.planning.job import Job
@@ -190,4 +191,17 @@ def describe(compiled: Compiled, estimate: Estimate) -> str:
             f"  {kind:<20}{ours / 1e9:10.2f} GB sent (estimate), {size / 1e9:10.2f} GB (compiled) "
             f"in {compiled.counts[kind]} operations"
         )
+    job, sent = estimate.job, compiled.collectives
+    parameters = sum(sent.get(kind, 0.0) for kind in ("all-gather", "reduce-scatter", "all-reduce"))
+    rows_sent = sent.get("ragged-all-to-all", 0.0)
+    trips = (4 if job.config.remat == "none" else 5) * job.config.num_layers * job.accum_steps
+    for what, ours, theirs in (
+        ("least for parameters and gradients", least_parameter_bytes(job), parameters),
+        ("token rows, by their number", trips * exchange_bytes(job) / 2, rows_sent),
+    ):
+        if ours:
+            lines.append(
+                f"  {what:<36}{ours / 1e9:8.3f} GB, {theirs / 1e9:8.3f} GB compiled "
+                f"({theirs / ours:.3f} times)"
+            )
     return "\n".join(lines)

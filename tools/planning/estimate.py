@@ -138,7 +138,7 @@ def estimate(job: Job) -> Estimate:
     for e in exchanges:
         candidates[f"{e.kind} over {e.axis} ({e.what})"] = e.seconds
     if hidden >= overlapped and hidden > 0:  # the sum of several collectives
-        candidates.pop("compute"), candidates.pop("memory")
+        del candidates["compute"], candidates["memory"]
     return Estimate(
         job=job,
         memory=estimate_memory(job),

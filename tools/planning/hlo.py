@@ -32,7 +32,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 # Groups of devices: listed, counted, or named axes of a mesh.
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _COUNTED = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
-_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\S*\))?\s*\{([^}]*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,9 @@ def _group_size(line: str) -> int:
     if named:
         sizes = dict(part.strip().split("=") for part in named[1].split(","))
         return math.prod(int(sizes[name.strip()]) for name in named[2].split(","))
-    return 1  # of all devices, or of none: not written down
+    if "replica_groups=" in line and "replica_groups={}" not in line:
+        raise ValueError(f"groups of devices in a form that is not known: {line.strip()[:300]}")
+    return 1
 
 
 def _bytes(kind: str, result: str, started: bool, operand: str, line: str) -> tuple[float, float]:
