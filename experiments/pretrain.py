@@ -6,8 +6,8 @@ is the launch at scale: one process per host, on whatever devices there are.
 
 Examples:
   python -m experiments.pretrain
-  python -m experiments.pretrain --preset edl-15b --mesh fsdp=64,expert=4 --dry-run
-  python -m experiments.pretrain --preset edl-3b --mesh fsdp=64,expert=4 --data jsonl:/data/corpus
+  python -m experiments.pretrain --preset edl-15b --mesh fsdp=8,expert=32 --dry-run
+  python -m experiments.pretrain --preset edl-3b --mesh fsdp=8,expert=32 --data jsonl:/data/corpus
   --tokenizer tokenizer.json --run-dir /checkpoints/edl-3b
 
 Exit codes: 0 finished; 75 stopped by a signal after saving (start again to go on); 76 another
@@ -184,7 +184,7 @@ class PretrainFlags:
     preset: str = "tiny"
     """Model size and defaults: tiny | small | edl-3b | edl-8b | edl-15b."""
     mesh: str = "auto"
-    """Devices on data, fsdp, expert, tensor, context: e.g. fsdp=64,expert=4; auto = all on data."""
+    """Devices on data, fsdp, expert, tensor, context: e.g. fsdp=8,expert=32; auto = all on data."""
     run_dir: OptionalStr = None
     """Where results go; by default a new runs/<preset>-<time>, or with --resume the newest one."""
     resume: Annotated[Literal["auto", "never", "must"] | None, _optional("auto|never|must")] = None
