@@ -50,7 +50,7 @@ def heldout_batches(
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1 or None, got {limit}")
     domain_id = corpus.domain_id(domain)
-    streams = open_tokens(corpus, tokenizer, split, checked=[domain])
+    streams = open_tokens(corpus, tokenizer, split)
     total = streams[domain_id].total
     if not total:
         raise DataError(f"domain {domain!r} has no tokens in split {split!r}")
