@@ -7,7 +7,7 @@ compared each time they are opened, and what changed is made anew from the store
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -88,9 +88,7 @@ def _tokens_file(folder: Path, split: str, domain_id: int) -> Path:
     return folder / f"{split}-{domain_id:04d}.tokens.npy"
 
 
-def open_tokens(
-    corpus: Corpus, tokenizer: Tokenizer, split: str, *, checked: Collection[str] | None = None
-) -> list[DomainTokens]:
+def open_tokens(corpus: Corpus, tokenizer: Tokenizer, split: str) -> list[DomainTokens]:
     """Tokenise a split, or open it if the cache has it.
 
     Files whose contents are not those that were written are made anew, in the same order.
@@ -99,7 +97,6 @@ def open_tokens(
         corpus: the documents.
         tokenizer: turns text into ids.
         split: "train" or "heldout".
-        checked: domains whose checksums are compared; None: all.
 
     Returns:
         One entry per domain of the corpus, in its order.
@@ -112,8 +109,7 @@ def open_tokens(
     key = digest_of([_FORMAT, corpus.fingerprint, tokenizer.fingerprint, split])
     folder = corpus.cache_dir / "tokens" / key[:24]
     paths = {name: _tokens_file(folder, split, i) for i, name in enumerate(corpus.domains)}
-    compared = [paths[name] for name in (corpus.domains if checked is None else checked)]
-    read = {file.name for path in compared for file in (path, _offsets_file(path))}
+    read = {file.name for path in paths.values() for file in (path, _offsets_file(path))}
     if read_manifest(folder, contents=read.__contains__) is None:
         if folder.exists():
             _log.warning("%s is incomplete or damaged and is made anew", folder)

@@ -38,6 +38,13 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxlib_papers import __version__
+from jaxlib_papers.train._checkpoint_arrays import (
+    CheckpointMismatchError,
+    abstract,
+    bit_sums,
+    check_arrays,
+    flatten_state,
+)
 
 __all__ = [
     "CheckpointError",
@@ -58,10 +65,6 @@ class CheckpointError(RuntimeError):
 
 class CheckpointFormatError(CheckpointError):
     """A checkpoint was written by a later version, whose format this one does not know."""
-
-
-class CheckpointMismatchError(ValueError):
-    """The arrays in a checkpoint are not those that were asked for (key, shape or dtype)."""
 
 
 class Restored(NamedTuple):
@@ -93,34 +96,6 @@ class _Retention:
             info.step in newest or (kept_forever > 0 and info.step % kept_forever == 0)
             for info in checkpoints
         ]
-
-
-def flatten_state(state: Any) -> tuple[dict[str, Any], Any]:
-    """Names every leaf of a pytree by its dotted path.
-
-    Args:
-      state: Pytree of arrays (or of ``jax.ShapeDtypeStruct``).
-
-    Returns:
-      ``(leaves, treedef)``: a dict in the tree's own order, and what ``jax.tree.unflatten`` needs.
-
-    Raises:
-      ValueError: Two leaves have the same name, or a leaf is a random key.
-    """
-    entries, treedef = jax.tree_util.tree_flatten_with_path(state)
-    leaves: dict[str, Any] = {}
-    for path, leaf in entries:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if name in leaves:
-            raise ValueError(f"state: two leaves are both called {name!r}; rename one of them")
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-            raise ValueError(
-                f"state: {name!r} is a random key, and checkpoints hold none; derive keys with "
-                "jax.random.fold_in(jax.random.key(seed), step)"
-            )
-        leaves[name] = leaf
-    return leaves, treedef
 
 
 class Checkpointer:
@@ -224,7 +199,7 @@ class Checkpointer:
                 "resume from the last step or use another run directory"
             )
         leaves, _ = flatten_state(state)
-        sums = _bit_sums(leaves)
+        sums = bit_sums(leaves)
         meta = {"format": _FORMAT, "step": step, "data": data_state, "config": config, "sums": sums}
         meta["digest"] = _digest(meta)
         self._pending = step
@@ -278,8 +253,8 @@ class Checkpointer:
         leaves, treedef = flatten_state(target)
         try:
             stored = dict(self._manager.item_metadata(step)[_STATE].tree)
-            _check_arrays(leaves, stored, self.directory / str(step))
-            wanted = {name: _abstract(leaf) for name, leaf in leaves.items()}
+            check_arrays(leaves, stored, self.directory / str(step))
+            wanted = {name: abstract(leaf) for name, leaf in leaves.items()}
             args = {_STATE: ocp.args.StandardRestore(wanted), _META: ocp.args.JsonRestore()}
             restored = self._manager.restore(step, args=ocp.args.Composite(**args))
             meta = restored[_META]
@@ -291,7 +266,7 @@ class Checkpointer:
                 f"checkpoint {self.directory / str(step)} cannot be read: {_first_line(error)}"
             ) from error
         arrays = {name: restored[_STATE][name] for name in leaves}
-        sums = _bit_sums(arrays)
+        sums = bit_sums(arrays)
         expected = meta.get("sums", {})  # earlier versions wrote none
         damaged = [name for name in arrays if name in expected and sums[name] != expected[name]]
         if damaged:
@@ -395,57 +370,6 @@ def _digest(meta: Mapping[str, Any]) -> str:
     """Of everything beside the arrays; earlier versions wrote none."""
     content = {name: value for name, value in meta.items() if name != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _bit_sums(leaves: Mapping[str, Any]) -> dict[str, int]:
-    """Sum of the bits of each array as unsigned words, modulo 2**32: no order, no mesh.
-
-    Each process reads its own shards; of shards that are held several times, one counts.
-    """
-
-    def of_words(x: np.ndarray) -> int:
-        x = np.ascontiguousarray(x).reshape(-1)
-        return int(x.view(f"u{min(x.dtype.itemsize, 4)}").sum(dtype=np.uint32))
-
-    def one(x: Any) -> int:
-        if not isinstance(x, jax.Array):
-            return of_words(np.asarray(x)) if jax.process_index() == 0 else 0
-        return sum(of_words(np.asarray(s.data)) for s in x.addressable_shards if s.replica_id == 0)
-
-    sums = np.array([one(x) % 2**32 for x in leaves.values()], np.uint32)
-    if jax.process_count() > 1:
-        sums = np.asarray(multihost_utils.process_allgather(sums)).sum(axis=0, dtype=np.uint32)
-    return dict(zip(leaves, sums.tolist(), strict=True))
-
-
-def _check_arrays(target: Mapping[str, Any], stored: Mapping[str, Any], where: Any) -> None:
-    lines = [f"{name}: not in the checkpoint" for name in target if name not in stored]
-    lines += [f"{name}: in the checkpoint, not asked for" for name in stored if name not in target]
-    for name, leaf in target.items():
-        if name not in stored:
-            continue
-        want, have = _abstract(leaf), stored[name]
-        if tuple(have.shape) != want.shape:
-            lines.append(
-                f"{name}: shape {tuple(have.shape)} in the checkpoint, {want.shape} asked for"
-            )
-        if np.dtype(have.dtype) != want.dtype:
-            lines.append(f"{name}: dtype {have.dtype} in the checkpoint, {want.dtype} asked for")
-    if lines:
-        more = [f"... and {len(lines) - 20} more"] if len(lines) > 20 else []
-        raise CheckpointMismatchError(
-            f"{where} does not hold the state asked for (nothing is cast or filled in):\n  "
-            + "\n  ".join(lines[:20] + more)
-        )
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        leaf = np.asarray(leaf)
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _first_line(error: Exception) -> str:

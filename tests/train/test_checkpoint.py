@@ -313,12 +313,12 @@ def test_sums_of_bits_are_those_of_any_dtype_and_see_one_bit():
         "i": np.int32(-3),
         "o": np.array([True, False, True]),
     }
-    sums = ckpt._bit_sums(tree)
+    sums = ckpt.bit_sums(tree)
     assert sums["f"] == np.sum(tree["f"].view(np.uint32), dtype=np.uint32)
     assert sums["i"] == 2**32 - 3 and sums["o"] == 2
     flipped = tree["f"].copy()
     flipped.view(np.uint32)[1, 1] ^= 1 << 7
-    assert ckpt._bit_sums({"f": flipped})["f"] != sums["f"]
+    assert ckpt.bit_sums({"f": flipped})["f"] != sums["f"]
 
 
 def test_arrays_whose_bits_changed_are_refused_and_metadata_too(tmp_path, monkeypatch):
@@ -326,9 +326,9 @@ def test_arrays_whose_bits_changed_are_refused_and_metadata_too(tmp_path, monkey
     with ckpt.Checkpointer(tmp_path) as saved:
         saved.save(1, state, config={"rate": 3})
         saved.wait()
-        sums = ckpt._bit_sums
+        sums = ckpt.bit_sums
         with monkeypatch.context() as patch:  # as if one word had been read otherwise
-            patch.setattr(ckpt, "_bit_sums", lambda x: {**sums(x), "w": sums(x)["w"] + 1})
+            patch.setattr(ckpt, "bit_sums", lambda x: {**sums(x), "w": sums(x)["w"] + 1})
             with pytest.raises(ckpt.CheckpointError, match="is damaged: the bits of w"):
                 saved.restore(state, 1)
         assert saved.restore(state, 1).step == 1
