@@ -25,7 +25,7 @@ help:
 	@echo "make pretrain   train a small mixture-of-experts language model on this machine"
 	echo "make test       run the tests (make slow: the experiments that take minutes)"
 	echo "make lint       check style, format and types (make format: mend what can be mended)"
-	echo "make parity     compare with transformers and PEFT (installs PyTorch)"
+	echo "make parity     compare with transformers, PEFT, causal-learn and lingam (installs PyTorch)"
 	echo "make docs       build the documentation into docs/_build/html"
 	echo "make bench      time the building blocks against their rivals"
 	echo "make aot        compile the kernels for TPUs that need not be there (aot-cuda: for GPUs)"
