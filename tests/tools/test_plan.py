@@ -233,6 +233,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %r2 = f32[3]{0} reduce-scatter(%a), replica_groups=mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x','y'}
   %few = bf16[100,8]{1,0} copy(%a)
   %ra = bf16[400,8]{1,0} ragged-all-to-all(%few, %z, %i), replica_groups={{0,1,2,3}}
+  %rs = ((bf16[100,8]{1,0}, bf16[400,8]{1,0}, s64[4]{0}, /*index=5*/s64[4]{0}), bf16[400,8]{1,0}) ragged-all-to-all-start(%few, %z, %i), replica_groups={{0,1,2,3}}
   %p = f32[5]{0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}
 }
 """  # noqa: E501
@@ -242,10 +243,10 @@ ENTRY %main (a: f32[8]) -> f32[8] {
         "all-gather": (4, 3 * 256 * 3 / 4 + 32 / 2),
         "all-reduce": (1, 2 * 24 / 2),
         "reduce-scatter": (2, 24 * 3 + 12 * 7),
-        "ragged-all-to-all": (1, 1600 * 3 / 4),
+        "ragged-all-to-all": (2, 2 * 1600 * 3 / 4),
         "collective-permute": (1, 20),
     }
-    assert found["ragged-all-to-all"].results == 6400
+    assert found["ragged-all-to-all"].results == 2 * 6400
     with pytest.raises(ValueError, match="not known"):
         hlo.collectives_in_hlo(text.replace("replica_groups={{0,1}}", "replica_groups=(0-1)"))
 

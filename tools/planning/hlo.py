@@ -29,6 +29,7 @@ _LOOP = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _BOUND = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
 _TRIPS = re.compile(r'known_trip_count[^0-9]*"?n"?[^0-9]*(\d+)')
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_COMMENT = re.compile(r"/\*index=\d+\*/")
 # Groups of devices: listed, counted, or named axes of a mesh.
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _COUNTED = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
@@ -85,7 +86,8 @@ def _bytes(kind: str, result: str, started: bool, operand: str, line: str) -> tu
     if kind == "collective-permute":
         return size, size
     if kind == "ragged-all-to-all":  # the larger side has room for more than there is
-        return size, min(size, sum(_arrays(operand))) * (n - 1) / n
+        sides = (arrays[0], arrays[-1]) if started else (size, sum(_arrays(operand)))
+        return size, float(min(sides)) * (n - 1) / n
     factor = {"reduce-scatter": n - 1.0, "all-reduce": 2 * (n - 1) / n}
     return size, size * factor.get(kind, (n - 1) / n)
 
@@ -99,6 +101,7 @@ def collectives_in_hlo(text: str) -> dict[str, Total]:
     Returns:
       The totals by kind, on one device.
     """
+    text = _COMMENT.sub("", text)
     defined = {m[1]: m[2] for m in map(_DEFINED.match, text.splitlines()) if m}
     here: dict[str, list[tuple[str, float, float]]] = collections.defaultdict(list)
     calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
