@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxlib_papers.nn.partitioning import current_sharding, logical_to_spec
+from jaxlib_papers.nn.partitioning import (
+    current_sharding,
+    gather_shards,
+    logical_to_spec,
+    spec_axes,
+)
 from jaxlib_papers.ops.checks import float_dtype
 from kernels_pallas.tiling import align_varying
 
@@ -28,7 +33,13 @@ def embed_tokens(
     Args:
       table: One row a token id.
       tokens: Token ids; those outside are clipped.
-      dtype: Of the result.
+      dtype: Of the result, floating point.
+
+    Returns:
+      [batch, seq, embed] in ``dtype``.
+
+    Raises:
+      ValueError: A dimension that the mesh does not divide; as `nn.partitioning.logical_to_spec`.
     """
     context = current_sharding()
     if context is None or context[0].size == 1:
@@ -36,24 +47,21 @@ def embed_tokens(
     mesh, rules = context
     rows = logical_to_spec(("batch", "seq"), tokens.shape, rules, mesh, name="tokens")
     split = logical_to_spec((None, "embed"), table.shape, rules, mesh, name="embedding")[1]
-    axes: set[str] = set()
-    for entry in (*rows, split):
-        axes.update((entry,) if isinstance(entry, str) else (entry or ()))
+    axes, along = spec_axes(*rows), spec_axes(split)
     if not axes:
         return jnp.take(table, tokens, axis=0, mode="clip").astype(dtype)
+    if not set(along) <= set(axes):  # devices that share rows: their sums are the partitioner's
+        split, along = None, ()
 
     def local(table: Array, tokens: Array) -> Array:
-        table, tokens = align_varying(table, tokens)
-        if split is not None:
-            table = jax.lax.all_gather(table, split, axis=1, tiled=True)
-        return _take(table, tokens)
+        return _take(gather_shards(table, along, dim=1, like=tokens), tokens)
 
     return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(PartitionSpec(None, split), rows),
         out_specs=PartitionSpec(*rows, None),
-        axis_names=axes,
+        axis_names=set(axes),
     )(table.astype(dtype), tokens)
 
 

@@ -6,7 +6,12 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlib_papers.nn.partitioning import current_sharding, logical_to_spec
+from jaxlib_papers.nn.partitioning import (
+    current_sharding,
+    gather_shards,
+    logical_to_spec,
+    spec_axes,
+)
 from jaxlib_papers.ops.cross_entropy import chunked_cross_entropy
 from kernels_pallas.tiling import align_varying
 
@@ -57,25 +62,22 @@ def head_cross_entropy(
         return local(hidden, kernel, targets, mask)
     mesh, rules = context
     rows = logical_to_spec(("batch", "seq"), targets.shape, rules, mesh, name="targets")
-    axes: set[str] = set()
-    for entry in rows:
-        axes.update((entry,) if isinstance(entry, str) else (entry or ()))
+    axes = spec_axes(*rows)
     if not axes:
         return local(hidden, kernel, targets, mask)
-
     split = logical_to_spec(("embed", None), kernel.shape, rules, mesh, name="kernel")[0]
-    along = () if split is None else (split,) if isinstance(split, str) else split
+    along = spec_axes(split)
+    if not set(along) <= set(axes):  # devices that share rows: their sums are the partitioner's
+        split, along = None, ()
 
     def summed(hidden: Array, kernel: Array, targets: Array, mask: Array) -> tuple[Array, Array]:
-        kernel, _ = align_varying(kernel, hidden)
-        if along:
-            kernel = jax.lax.all_gather(kernel, along, axis=0, tiled=True)
-        return jax.lax.psum(local(hidden, kernel, targets, mask), tuple(sorted(axes)))
+        kernel = gather_shards(kernel, along, dim=0, like=hidden)
+        return jax.lax.psum(local(hidden, kernel, targets, mask), axes)
 
     return jax.shard_map(
         summed,
         mesh=mesh,
         in_specs=(PartitionSpec(*rows, None), PartitionSpec(split, None), rows, rows),
         out_specs=(PartitionSpec(), PartitionSpec()),
-        axis_names=axes | set(along),
+        axis_names=set(axes),
     )(hidden, kernel, targets, mask)

@@ -16,11 +16,15 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxlib_papers.nn.config import DecoderConfig
 from jaxlib_papers.nn.layers import SwiGLU, normal_param
-from jaxlib_papers.nn.partitioning import current_sharding, logical_to_spec
+from jaxlib_papers.nn.partitioning import (
+    current_sharding,
+    gather_shards,
+    logical_to_spec,
+    spec_axes,
+)
 from jaxlib_papers.ops.expert_dispatch import route_top_k
 from jaxlib_papers.ops.expert_exchange import exchanged_expert_mixture
 from jaxlib_papers.ops.expert_mixture import expert_mixture
-from kernels_pallas.tiling import align_varying
 
 __all__ = ["MoELayer", "RouterOutput", "expert_mixture"]
 
@@ -145,22 +149,21 @@ class MoELayer(nnx.Module):
 
         mesh, rules = context
         spec = logical_to_spec(("batch", "seq", None), x.shape, rules, mesh, name="x")
-        up_spec = logical_to_spec(
+        experts, embed, _, hidden = logical_to_spec(
             ("experts", "embed", None, "expert_mlp"), gate_up.shape, rules, mesh, name="gate_up"
         )
-        down_spec = PartitionSpec(up_spec[0], up_spec[3], up_spec[1])
-        token_axes, expert_axes, embed_axes, hidden_axes = (
-            tuple(a for entry in entries if entry for a in _names(entry))
-            for entries in (spec, up_spec[:1], up_spec[1:2], up_spec[3:])
+        token_axes, expert_axes, hidden_axes = (
+            spec_axes(*spec),
+            spec_axes(experts),
+            spec_axes(hidden),
         )
+        if not set(spec_axes(embed)) <= set(token_axes):
+            embed = None  # devices that share rows: they take the matrices whole
+        embed_axes = spec_axes(embed)
         exchanged = bool(expert_axes) and set(expert_axes) <= set(token_axes)
 
-        def whole(matrices: Array, axis: int, x: Array) -> Array:
-            """Gathered by hand: its transpose is then a reduce-scatter, and not an all-reduce."""
-            matrices, _ = align_varying(matrices, x)  # sums over replicas are sums of shards
-            if embed_axes:
-                matrices = lax.all_gather(matrices, embed_axes, axis=axis, tiled=True)
-            return checkpoint_name(matrices, _GATHERED)
+        def whole(matrices: Array, dim: int, x: Array) -> Array:
+            return checkpoint_name(gather_shards(matrices, embed_axes, dim=dim, like=x), _GATHERED)
 
         def on_device(
             x: Array, indices: Array, weights: Array, gate_up: Array, down: Array
@@ -192,7 +195,11 @@ class MoELayer(nnx.Module):
         return jax.shard_map(
             jax.checkpoint(on_device, policy=keep) if embed_axes else on_device,
             mesh=mesh,
-            in_specs=(spec, spec, spec, up_spec, down_spec),
+            in_specs=(
+                *(spec, spec, spec),
+                PartitionSpec(experts, embed, None, hidden),
+                PartitionSpec(experts, hidden, embed),
+            ),
             out_specs=(spec, PartitionSpec()),
         )(x, indices, weights, gate_up, down)
 
@@ -203,7 +210,3 @@ _GATHERED = "gathered_experts"
 def _sends_ragged(mesh: Mesh | AbstractMesh) -> bool:
     """Whether the devices have an all-to-all of parts of any size: XLA's CPU has not."""
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("tpu", "gpu", "cuda")
-
-
-def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -17,13 +17,17 @@ from contextvars import ContextVar
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from kernels_pallas.tiling import align_varying
+
 __all__ = [
     "DEFAULT_RULES",
     "MESH_AXES",
     "ShardingRules",
     "constrain",
     "current_sharding",
+    "gather_shards",
     "logical_to_spec",
+    "spec_axes",
     "use_sharding",
 ]
 
@@ -187,6 +191,29 @@ def logical_to_spec(
             present = ()
         entries.append(present[0] if len(present) == 1 else (present or None))
     return PartitionSpec(*entries)
+
+
+def spec_axes(*entries: MeshAxes) -> tuple[str, ...]:
+    """Returns the mesh axes that entries of a PartitionSpec name, in their order."""
+    return tuple(axis for entry in entries for axis in _as_tuple(entry))
+
+
+def gather_shards(
+    shard: jax.Array, axes: tuple[str, ...], *, dim: int, like: jax.Array
+) -> jax.Array:
+    """Returns a parameter whole along one dimension, inside `shard_map`.
+
+    The transpose is a reduce-scatter, where XLA would sum a parameter that comes in whole by an
+    all-reduce; sums over replicas are sums of shards.
+
+    Args:
+      shard: This device's part.
+      axes: Mesh axes that split `dim`; empty: none does.
+      dim: The dimension.
+      like: What the parameter is used with; the result varies over the mesh axes that it does.
+    """
+    shard, _ = align_varying(shard, like)
+    return jax.lax.all_gather(shard, axes, axis=dim, tiled=True) if axes else shard
 
 
 _CURRENT: ContextVar[tuple[Mesh | AbstractMesh, ShardingRules] | None] = ContextVar(

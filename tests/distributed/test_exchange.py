@@ -21,8 +21,13 @@ def results():
 
 def test_experts_anywhere_give_the_same_values_and_gradients(results):
     cases = {name: far for name, far in results.items() if name.startswith("mixture")}
-    assert len(cases) == 5
+    assert len(cases) == 6
     assert max(cases.values()) < 1e-5, cases
+
+
+def test_a_whole_decoder_gives_the_same_loss_and_gradients(results):
+    assert results["decoder rows over all"] < 1e-5
+    assert results["decoder rows over data"] < 1e-5
 
 
 def test_sequences_split_anywhere_give_the_same_values_and_gradients(results):

@@ -19,6 +19,8 @@ import numpy as np
 from jaxlib_papers.nn import moe
 from jaxlib_papers.nn.attention import sharded_attention
 from jaxlib_papers.nn.config import DecoderConfig, MoEConfig
+from jaxlib_papers.nn.decoder import DecoderLM
+from jaxlib_papers.nn.head import head_cross_entropy
 from jaxlib_papers.nn.moe import MoELayer
 from jaxlib_papers.nn.partitioning import DEFAULT_RULES, use_sharding
 from jaxlib_papers.train.mesh import make_mesh
@@ -37,6 +39,8 @@ CONFIG = DecoderConfig(
     moe=MoEConfig(8, 2, expert_dim=12),
 )
 SHARED_ROWS = DEFAULT_RULES.override(batch=("data", "fsdp"))
+# Rows that the devices of the axis that splits the parameters share.
+ROWS_OVER_DATA = DEFAULT_RULES.override(batch="data")
 
 
 def far(tree, reference):
@@ -63,6 +67,23 @@ def mixture(mesh, rules=DEFAULT_RULES, **options):
 
     grads, (y, dropped) = jax.jit(run)(layer_of(**options), x)
     return (grads, y), None if dropped is None else float(dropped)
+
+
+def decoder(mesh, rules=DEFAULT_RULES):
+    config = dataclasses.replace(CONFIG, vocab_size=16, num_heads=2)
+    model = DecoderLM(config, key=jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, 16)
+
+    def run(model):
+        def loss(model):
+            hidden = model(tokens).hidden
+            mask = jnp.ones(tokens.shape, bool)
+            return head_cross_entropy(hidden, model.head_kernel(), tokens, mask)[0]
+
+        with use_sharding(mesh, rules):
+            return jax.value_and_grad(loss)(model)
+
+    return jax.jit(run)(model)
 
 
 def attention(mesh, window, segmented):
@@ -144,6 +165,11 @@ def main() -> None:
         out[f"mixture {text}"] = far(mixture(make_mesh(text))[0], one)
     mesh = make_mesh("fsdp=2,expert=4")
     out["mixture shared rows"] = far(mixture(mesh, SHARED_ROWS)[0], one)
+    rows_over_data = make_mesh("data=2,fsdp=2,tensor=2")
+    out["mixture rows over data"] = far(mixture(rows_over_data, ROWS_OVER_DATA)[0], one)
+    reference = decoder(None)
+    out["decoder rows over data"] = far(decoder(rows_over_data, ROWS_OVER_DATA), reference)
+    out["decoder rows over all"] = far(decoder(make_mesh("fsdp=4,expert=2")), reference)
     roomy, dropped = mixture(mesh, capacity_factor=8.0)
     out["mixture roomy"] = far(roomy, one)
     out["dropped roomy"] = dropped
