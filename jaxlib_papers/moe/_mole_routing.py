@@ -298,7 +298,9 @@ def gate_and_head(
     experts = gate.shape[0]
     # A product with a handful of columns is slow; both read x, so they share one, and so does dx.
     both = product_in_full(x, jnp.concatenate([gate, w1]), 1)
-    return both[:, :experts], _lambda(both[:, experts:], b1, w2, b2, eps)
+    # Split and not sliced: the cotangents are then put side by side, not padded and added.
+    u, h = jnp.split(both, [experts], axis=1)
+    return u, _lambda(h, b1, w2, b2, eps)
 
 
 def route(
