@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Key
 
 from jaxlib_papers.nn.config import DecoderConfig
 from jaxlib_papers.nn.partitioning import constrain
+from jaxlib_papers.ops.activations import swiglu
 from jaxlib_papers.ops.norms import rms_norm
 
 __all__ = ["RMSNorm", "SwiGLU", "dropout", "normal_param", "project", "stack_modules"]
@@ -113,5 +114,5 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """Applies the network to every token."""
-        hidden = jax.nn.silu(project(x, self.gate)) * project(x, self.up)
+        hidden = swiglu(project(x, self.gate), project(x, self.up))
         return project(constrain(hidden, ("batch", "seq", "mlp_act")), self.down)

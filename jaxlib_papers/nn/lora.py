@@ -75,23 +75,32 @@ class LoRAConfig:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _low_rank(x: Array, a: Array, b: Array, scaling: float) -> Array:
-    """Gives scaling x a b for x [rows, in], a [in, r], b [r, out], scaled where it is small."""
+    """Gives scaling x a b for x [batch, seq, *inner], a [*inner, r], b [r, *outer].
+
+    Nothing is reshaped on the way in: projections of one x then keep one x for the backward pass.
+    """
     return _low_rank_forward(x, a, b, scaling)[0]
 
 
+def _contract(x: Array, y: Array, x_axes: Sequence[int], y_axes: Sequence[int]) -> Array:
+    return lax.dot_general(x, y, ((tuple(x_axes), tuple(y_axes)), ((), ())))
+
+
 def _low_rank_forward(x: Array, a: Array, b: Array, scaling: float) -> tuple[Array, Any]:
-    low = (x @ a) * jnp.asarray(scaling, x.dtype)
-    return low @ b, (x, a, b, low)
+    inner = range(a.ndim - 1)
+    # Scaled where it is small.
+    low = _contract(x, a, [i + 2 for i in inner], inner) * jnp.asarray(scaling, x.dtype)
+    return _contract(low, b, [2], [0]), (x, a, b, low)
 
 
 def _low_rank_backward(scaling: float, residuals: Any, dy: Array) -> tuple[Array, Array, Array]:
     x, a, b, low = residuals
-    dlow = lax.dot_general(dy, b, (((1,), (1,)), ((), ()))) * jnp.asarray(scaling, x.dtype)
-    over_rows = (((0,), (0,)), ((), ()))
+    outer = range(1, b.ndim)
+    dlow = _contract(dy, b, [i + 1 for i in outer], outer) * jnp.asarray(scaling, x.dtype)
     # A tall [in, r] result costs a CPU up to ten times the wide [r, in] one, hence the turn.
-    da = lax.dot_general(dlow, x, over_rows).T
-    dx = lax.dot_general(dlow, a, (((1,), (1,)), ((), ())))
-    return dx, da, lax.dot_general(low, dy, over_rows)
+    da = jnp.moveaxis(_contract(dlow, x, [0, 1], [0, 1]), 0, -1)
+    dx = _contract(dlow, a, [2], [a.ndim - 1])
+    return dx, da, _contract(low, dy, [0, 1], [0, 1])
 
 
 _low_rank.defvjp(_low_rank_forward, _low_rank_backward)
@@ -148,10 +157,7 @@ class LoRAProjection(nnx.Module):
         scope = current_scope()
         key = None if scope is None or self.dropout == 0 else scope.dropout_key()
         a, b = (leaf[...].astype(x.dtype) for leaf in (self.lora_a, self.lora_b))
-        rank, rows = a.shape[-1], x.shape[:2]
-        x = dropout(x, self.dropout, key).reshape(-1, a.size // rank)
-        low = _low_rank(x, a.reshape(-1, rank), b.reshape(rank, -1), self.scaling)
-        return y + low.reshape(*rows, *b.shape[1:])
+        return y + _low_rank(dropout(x, self.dropout, key), a, b, self.scaling)
 
     def delta(self) -> Float[Array, "*stack_inner_outer"]:
         """(alpha / r) A B in the shape of the kernel, float32 (float64 if a factor has it)."""

@@ -25,11 +25,12 @@ from jaxlib_papers.ops.checks import (
 )
 from kernels_pallas.tiling import align_varying
 
-__all__ = ["chunked_cross_entropy", "token_log_probs"]
+__all__ = ["chunk_length", "chunked_cross_entropy", "token_log_probs"]
 
-# Logits in one chunk: 16 MiB of float32, or this many positions where the vocabulary is huge.
+# Logits in one chunk: 16 MiB of float32, or so many tokens where the vocabulary is huge. Fewer would
+# read the output matrix, and add to its gradient, more often than the products can hide.
 _CHUNK_LOGITS = 1 << 22
-_CHUNK_POSITIONS = 64
+_CHUNK_TOKENS = 512
 
 
 class _Static(NamedTuple):
@@ -38,9 +39,25 @@ class _Static(NamedTuple):
     chunk: int
 
 
+def chunk_length(batch: int, length: int, vocab: int) -> int:
+    """Positions whose logits exist at a time by default.
+
+    Args:
+      batch: Rows that have them at once.
+      length: Positions of a row.
+      vocab: Logits of a token.
+
+    Returns:
+      From 1 to ``length``: 16 MiB of float32 logits, or 512 tokens where that is more.
+    """
+    batch = max(batch, 1)
+    chunk = max(-(-_CHUNK_TOKENS // batch), _CHUNK_LOGITS // max(batch * vocab, 1))
+    return max(1, min(length, chunk))
+
+
 def _chunk_length(chunk: int | None, batch: int, length: int, vocab: int) -> int:
     if chunk is None:
-        chunk = max(_CHUNK_POSITIONS, _CHUNK_LOGITS // max(batch * vocab, 1))
+        return chunk_length(batch, length, vocab)
     check_count("chunk", chunk, 1)
     return max(1, min(length, chunk))
 
@@ -211,7 +228,7 @@ def chunked_cross_entropy(
       mask: Weight of each token, bool or float, without gradient; None counts every token.
       z_coef: Coefficient of the squared log-sum-exp, >= 0.
       softcap: Bound of the logits' magnitude.
-      chunk: Positions whose logits exist at a time, 16 MiB worth of them by default. Memory is
+      chunk: Positions whose logits exist at a time, `chunk_length` by default. Memory is
         ``chunk * batch * vocab``, plus one gradient of the kernel.
 
     Returns:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxlib_papers.ops.activations import swiglu
 from jaxlib_papers.ops.checks import float_dtype
 from jaxlib_papers.ops.expert_dispatch import (
     Dispatch,
@@ -50,8 +51,7 @@ def _product(rows: Array, matrices: Array, dispatch: Dispatch, capacity: int | N
 
 
 def _swiglu(hidden: Float[Array, "rows two_hidden"]) -> Float[Array, "rows hidden"]:
-    gate, up = jnp.split(hidden, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    return swiglu(*jnp.split(hidden, 2, axis=-1))
 
 
 def _both(gate_up: Float[Array, "experts embed two hidden"]) -> Float[Array, "experts embed out"]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxlib_papers.ops.cross_entropy import chunk_length
 from tools.planning.job import BYTES, Job, Parameter
 
 __all__ = ["Memory", "estimate_memory"]
@@ -111,8 +112,8 @@ def estimate_memory(job: Job) -> Memory:
     tables = [p for p in job.parameters if "vocab" in p.logical]
     table = sum(p.held * (mesh.fsdp if "embed" in p.logical else 1) for p in tables)
     vocab = config.vocab_size / mesh.tensor
-    chunk = max(64.0, (1 << 22) // max(job.micro_rows * config.vocab_size, 1))
-    logits = job.micro_rows * min(job.seq_len, chunk) * vocab * 4
+    chunk = chunk_length(job.micro_rows, job.seq_len, config.vocab_size)
+    logits = job.micro_rows * chunk * vocab * 4
     head = table * (half + 4 + 4) + 3 * logits + 2 * tokens * width * half
     slack = _SLACK.get(job.target.chip.name, 0.0)
     return Memory(
