@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlib_papers.moe._mole_inject import MoLERouting
+from jaxlib_papers.moe._mole_decoder import MoLERouting
 from jaxlib_papers.moe._mole_losses import dynamic_load_balance, lambda_penalty, sparsity_loss
 from jaxlib_papers.nn.head import head_cross_entropy
 from jaxlib_papers.ops.checks import check_count, check_nonnegative

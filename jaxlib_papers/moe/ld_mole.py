@@ -23,17 +23,14 @@ tables, warm-up, masks in the penalties, and details of the MoLA and ReMoE basel
 
 from __future__ import annotations
 
+from jaxlib_papers.moe._mole_decoder import MoLEProjection, MoLERouting, mole_params, with_mole
 from jaxlib_papers.moe._mole_files import load_mole, save_mole
 from jaxlib_papers.moe._mole_inject import (
     MoLEConfig,
     MoLEParams,
-    MoLEProjection,
-    MoLERouting,
     inject_mole,
     mola_layout,
-    mole_params,
     mole_partition,
-    with_mole,
 )
 from jaxlib_papers.moe._mole_linear import (
     LambdaHead,

@@ -10,11 +10,13 @@ import numpy as np
 import optax
 import pytest
 
+from jaxlib_papers.io.adapters import save_arrays
 from jaxlib_papers.io.errors import FormatError
 from jaxlib_papers.moe import ld_mole as m
 from jaxlib_papers.nn.adapters import AdapterParam, adapter_scope
 from jaxlib_papers.nn.config import DecoderConfig
 from jaxlib_papers.nn.decoder import DecoderLM
+from jaxlib_papers.nn.generate import prefill, unstack_layers
 from jaxlib_papers.train.state import merge_model, split_model
 
 SMALL = DecoderConfig(
@@ -36,6 +38,10 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 29, (2, 6)), jnp.int32
 
 def shape_of(config: DecoderConfig) -> DecoderLM:
     return jax.eval_shape(lambda: DecoderLM(config, key=jax.random.key(0)))
+
+
+def shapes(base, cfg: m.MoLEConfig) -> m.MoLEParams:
+    return jax.eval_shape(lambda: m.inject_mole(base, cfg))
 
 
 def size(tree) -> int:
@@ -185,6 +191,93 @@ def test_heads_live_once_and_sum_their_gradients(adapted):
     np.testing.assert_allclose(whole, sum(parts), rtol=1e-5)
 
 
+LOCAL = dataclasses.replace(CFG, lambda_heads="local")
+
+
+class TestLocalHeads:
+    """A head for each layer and input width in place of one for each width."""
+
+    @pytest.mark.parametrize("name", sorted(PAPER))
+    def test_counts(self, name):
+        config, hidden, (adapters, heads), widths = PAPER[name]
+        cfg = m.MoLEConfig(hidden=hidden, lambda_heads="local")
+        params = jax.eval_shape(lambda: m.inject_mole(shape_of(config), cfg))
+        assert size(params.adapters) == adapters and set(params.heads) == widths
+        assert size(params.heads) == config.num_layers * heads
+
+    def test_equal_arrays_give_what_a_shared_head_gives(self, base, adapted):
+        params = m.mole_params(adapted)
+        heads = jax.tree.map(lambda a: jnp.broadcast_to(a, (4, *a.shape)), params.heads)
+        model = m.with_mole(base, params._replace(heads=heads), LOCAL)
+        out, shared = run(model, TOKENS), run(adapted, TOKENS)
+        np.testing.assert_allclose(out.hidden, shared.hidden, atol=1e-6)
+        for name, routing in out.adapter_routing.items():
+            np.testing.assert_allclose(routing.lam, shared.adapter_routing[name].lam, atol=1e-6)
+        logits, _ = jax.jit(prefill, static_argnames="slots")(
+            unstack_layers(model), TOKENS, slots=6
+        )
+        np.testing.assert_allclose(logits, model.logits(out.hidden[:, -1:])[:, 0], atol=1e-5)
+
+    def test_each_layer_reads_its_own_head_and_trains_no_other(self, base):
+        cfg = dataclasses.replace(LOCAL, targets=("query", "key"))
+        model = m.with_mole(base, grown(m.inject_mole(base, cfg, key=jax.random.key(3))), cfg)
+        graphdef, params, rest = split_model(model, AdapterParam)
+        first = params["adapters"]["heads"]["16"]["W1"]
+        assert first.shape == (4, 8, 16) and bool((first[0] != first[1]).any())
+        assert set(jax.tree.leaves(m.mole_partition(params)["adapters"])) == {"heads"}
+
+        def loss(params, scale):
+            routing = merge_model(graphdef, params, rest)(TOKENS).adapter_routing
+            lam = routing["layers.attention.query"].lam + routing["layers.attention.key"].lam
+            return jnp.sum(lam * scale[:, None, None])
+
+        gradient = jax.jit(jax.grad(loss))
+        for layer in range(4):
+            own = gradient(params, jnp.eye(4)[layer])["adapters"]["heads"]
+            # Layers before it matter through the stream, by their own heads; later ones don't.
+            for leaf, array in own["16"].items():
+                assert bool((array[layer] != 0).any()), leaf
+                assert not bool(array[layer + 1 :].any()), leaf
+
+    def test_trees_of_numbered_layers(self):
+        tree = {"layers": {str(i): {"q_proj": {"weight": np.ones((8, 6))}} for i in range(3)}}
+        heads = m.inject_mole(tree, m.MoLEConfig(hidden=5, lambda_heads="local")).heads
+        assert {w: h["W1"].shape for w, h in heads.items()} == {6: (3, 5, 6)}
+        cfg = m.MoLEConfig(router="topk", lambda_heads="local")
+        assert m.inject_mole(tree, cfg).heads == {}
+
+    def test_round_trip_and_files_from_before(self, tmp_path, base):
+        file = tmp_path / "local.safetensors"
+        made = m.inject_mole(base, LOCAL, key=jax.random.key(3))
+        m.save_mole(file, m.mole_params(m.with_mole(base, made, LOCAL)), LOCAL)
+        params, cfg = m.load_mole(file, base)
+        assert cfg.lambda_heads == "local"
+        jax.tree.map(np.testing.assert_array_equal, params, made)
+        with pytest.raises(FormatError, match="local.safetensors"):
+            m.load_mole(file, shape_of(dataclasses.replace(SMALL, num_layers=2)))
+        settings = dataclasses.asdict(dataclasses.replace(CFG, router=m.Router()))
+        del settings["lambda_heads"]
+        shared = m.inject_mole(base, CFG)
+        names = {f"{part}.{group}.{leaf}": array for part, groups in shared._asdict().items()
+                 for group, arrays in groups.items() for leaf, array in arrays.items()}  # fmt: skip
+        save_arrays(file, names, format="jaxlib-papers.ld_mole/1", settings=settings)
+        assert m.load_mole(file, base)[1].lambda_heads == "shared"
+
+    def test_refusals(self, base):
+        with pytest.raises(ValueError, match="lambda_heads.*'each'"):
+            m.MoLEConfig(lambda_heads="each")
+        with pytest.raises(ValueError, match="lambda_heads='local' needs layers.*q_proj"):
+            m.inject_mole({"q_proj": np.ones((3, 3))}, m.MoLEConfig(lambda_heads="local"))
+        two = {
+            name: {"layers": {"q_proj": {"weight": np.ones((n, 3, 3))}}}
+            for name, n in (("a", 2), ("b", 3))
+        }
+        with pytest.raises(ValueError, match=r"stacks of \[2, 3\]"):
+            m.inject_mole(two, m.MoLEConfig(lambda_heads="local"))
+        with pytest.raises(ValueError, match="16.W1 has shape"):
+            m.with_mole(base, shapes(base, CFG), LOCAL)
+
+
 def test_labels_freeze_the_base(adapted):
     graphdef, params, rest = split_model(adapted)
     labels = m.mole_partition(params)
@@ -276,11 +369,14 @@ def test_refusals(base, adapted):
         m.with_mole(adapted, m.mole_params(adapted), CFG)
     with pytest.raises(ValueError, match="no LoRA experts"):
         m.mole_params(base)
-    params = m.inject_mole(base, dataclasses.replace(CFG, targets=("query",)))
+    head = dataclasses.replace(CFG, targets=("query", "head"))
+    with pytest.raises(ValueError, match="'head'.*outside the layers"):
+        m.with_mole(base, shapes(base, head), head)
+    params = shapes(base, dataclasses.replace(CFG, targets=("query",)))
     with pytest.raises(ValueError, match="other widths or targets"):
         m.with_mole(base, params, CFG)
     with pytest.raises(ValueError, match="has shape"):
-        m.with_mole(base, m.inject_mole(base, dataclasses.replace(CFG, rank=3)), CFG)
+        m.with_mole(base, shapes(base, dataclasses.replace(CFG, rank=3)), CFG)
 
 
 def packed() -> dict[str, jax.Array]:
