@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlib_papers.ops.activations import swiglu
+from jaxlib_papers.ops.activations import packed_swiglu
 from jaxlib_papers.ops.checks import float_dtype
 from jaxlib_papers.ops.expert_dispatch import (
     Dispatch,
@@ -50,10 +50,6 @@ def _product(rows: Array, matrices: Array, dispatch: Dispatch, capacity: int | N
     return out.astype(rows.dtype).reshape(rows.shape[0], matrices.shape[2])
 
 
-def _swiglu(hidden: Float[Array, "rows two_hidden"]) -> Float[Array, "rows hidden"]:
-    return swiglu(*jnp.split(hidden, 2, axis=-1))
-
-
 def _both(gate_up: Float[Array, "experts embed two hidden"]) -> Float[Array, "experts embed out"]:
     return gate_up.reshape(*gate_up.shape[:2], -1)
 
@@ -79,7 +75,7 @@ def _mixture_fwd(
     capacity: int | None,
 ) -> tuple[Array, _Saved]:
     hidden = _product(take_rows(x, dispatch), _both(gate_up), dispatch, capacity)
-    rows = _product(_swiglu(hidden), down, dispatch, capacity)
+    rows = _product(packed_swiglu(hidden), down, dispatch, capacity)
     y = combine_rows(rows, weights, dispatch)
     return y, _Saved(x, weights, gate_up, down, dispatch, hidden)
 
@@ -91,7 +87,7 @@ def _mixture_bwd(
     wide = weights.dtype
     product = functools.partial(_product, dispatch=dispatch, capacity=capacity)
     # What these pullbacks' forward passes compute is not used, so that compiled code leaves it out.
-    act, swiglu_pullback = jax.vjp(_swiglu, hidden)
+    act, swiglu_pullback = jax.vjp(packed_swiglu, hidden)
     row_weights = weights_of_rows(weights, dispatch)[:, None]
     weighted_act = (act.astype(wide) * row_weights).astype(act.dtype)
     dy_rows = take_rows(dy, dispatch)

@@ -28,7 +28,7 @@ __all__ = ["grouped_matmul_dw", "grouped_matmul_forward", "grouped_matmul_xla"]
 
 # Row counts of one dot, over the mean size of a group: fine where balanced groups lie, because rows
 # past a group are multiplied in vain.
-_LADDER = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 1, 9 / 8, 5 / 4, 3 / 2, 2, 4)
+_LADDER = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 1, 17 / 16, 9 / 8, 5 / 4, 3 / 2, 2, 4)
 
 
 def _ladder(num_rows: int, num_groups: int) -> tuple[int, ...]:

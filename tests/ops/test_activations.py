@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jaxlib_papers.ops.activations import swiglu
+from jaxlib_papers.ops.activations import packed_swiglu, swiglu
 
 
 def plain(gate, up):
@@ -65,3 +65,23 @@ def test_only_the_arguments_are_kept():
 def test_other_shape():
     with pytest.raises(ValueError, match="up"):
         swiglu(jnp.ones(3), jnp.ones(4))
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 10), (2, 3, 4), (0, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_is_that_of_the_halves(shape, dtype):
+    hidden = (2 * jax.random.normal(jax.random.key(3), shape)).astype(dtype)
+
+    def halves(hidden):
+        return swiglu(*jnp.split(hidden, 2, axis=-1))
+
+    ours, pullback = jax.vjp(packed_swiglu, hidden)
+    theirs, plain_pullback = jax.vjp(halves, hidden)
+    np.testing.assert_array_equal(ours, theirs)
+    cotangent = jax.random.normal(jax.random.key(4), ours.shape).astype(dtype)
+    np.testing.assert_array_equal(pullback(cotangent)[0], plain_pullback(cotangent)[0])
+
+
+def test_packed_odd_axis():
+    with pytest.raises(ValueError, match="hidden"):
+        packed_swiglu(jnp.ones((2, 3)))
