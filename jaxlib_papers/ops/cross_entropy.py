@@ -27,8 +27,8 @@ from kernels_pallas.tiling import align_varying
 
 __all__ = ["chunk_length", "chunked_cross_entropy", "token_log_probs"]
 
-# Logits in one chunk: 16 MiB of float32, or so many tokens where the vocabulary is huge. With fewer,
-# reading the output matrix and adding to its gradient would take longer than the products.
+# Logits in one chunk: 16 MiB of float32, or so many tokens where the vocabulary is huge. With fewer
+# tokens, reading the output matrix and adding to its gradient takes longer than the products.
 _CHUNK_LOGITS = 1 << 22
 _CHUNK_TOKENS = 512
 
