@@ -152,12 +152,12 @@ def moe_objective(
 
 
 def router_permutation_delta_ppl(
-    apply_fn: Callable[[Any, Array | None], tuple[Any, Any]],
+    apply_fn: Callable[[Any, Array | None], tuple[Any, ...]],
     batch: Any,
     key: Array,
     *,
-    num_layers: int,
-    num_experts: int,
+    num_layers: int | None = None,
+    num_experts: int | None = None,
     layers: Collection[int] | None = None,
     num_draws: int = 1,
 ) -> float:
@@ -170,12 +170,13 @@ def router_permutation_delta_ppl(
     Args:
         apply_fn: (batch, permutations) -> (sum of negative log-likelihoods in nats, number of
             tokens), where permutations is int32 [num_layers, num_experts], or None for the model
-            as it is. For a router matrix, `kernel[:, argsort(permutation)]` does it. Called
-            1 + num_draws times; jit it if it is slow.
+            as it is. It may return the router's logits or probabilities [num_layers, ...,
+            num_experts] as a third entry. For a router matrix, `kernel[:, argsort(permutation)]`
+            does the permuting. Called 1 + num_draws times; jit it if it is slow.
         batch: handed to `apply_fn` unchanged.
         key: PRNG key of the permutations.
-        num_layers: layers that have experts.
-        num_experts: experts per layer.
+        num_layers: layers that have experts; None reads it from apply_fn's third entry.
+        num_experts: experts per layer; None as for num_layers.
         layers: the layers to permute (each alone shows where experts are specialised); None
             permutes all.
         num_draws: independent permutations, whose mean rise of the log-perplexity is taken.
@@ -185,32 +186,42 @@ def router_permutation_delta_ppl(
         logarithm is the rise of the loss in nats.
 
     Raises:
-        ValueError: sizes below 1, a layer out of range, or a batch without tokens.
+        ValueError: sizes below 1 or neither given nor returned, a layer out of range, or a batch
+            without tokens.
 
     Source: arXiv 2603.00054, delta-PPL under router permutation; details (reconstructed).
     """
+    check_count("num_draws", num_draws, 1)
+
+    def mean_nll(permutations: Array | None) -> tuple[float, tuple[int, ...]]:
+        nll, tokens, *routing = apply_fn(batch, permutations)
+        if not float(tokens) > 0:
+            raise ValueError(f"the batch has {float(tokens)} tokens to evaluate, expected some")
+        return float(nll) / float(tokens), jnp.shape(routing[0]) if routing else ()
+
+    intact, seen = mean_nll(None)
+    if (num_layers is None or num_experts is None) and len(seen) < 2:
+        raise ValueError(
+            "num_layers or num_experts is None and apply_fn returned no router logits [num_layers, "
+            "..., num_experts] to read them from; give both"
+        )
+    num_layers = seen[0] if num_layers is None else num_layers
+    num_experts = seen[-1] if num_experts is None else num_experts
     check_count("num_layers", num_layers, 1)
     check_count("num_experts", num_experts, 1)
-    check_count("num_draws", num_draws, 1)
     chosen = range(num_layers) if layers is None else layers
     for layer in chosen:
         check_count("layers", layer, 0, num_layers - 1)
 
-    def mean_nll(permutations: Array | None) -> float:
-        nll, tokens = apply_fn(batch, permutations)
-        if not float(tokens) > 0:
-            raise ValueError(f"the batch has {float(tokens)} tokens to evaluate, expected some")
-        return float(nll) / float(tokens)
-
     experts = jnp.arange(num_experts, dtype=jnp.int32)
-    intact, rise = mean_nll(None), 0.0
+    rise = 0.0
     for draw in range(num_draws):
         keys = jax.random.split(jax.random.fold_in(key, draw), num_layers)
         rows = [
             jax.random.permutation(keys[layer], experts) if layer in chosen else experts
             for layer in range(num_layers)
         ]
-        rise += (mean_nll(jnp.stack(rows)) - intact) / num_draws
+        rise += (mean_nll(jnp.stack(rows))[0] - intact) / num_draws
     return math.exp(rise)
 
 

@@ -315,6 +315,17 @@ class TestRouterPermutation:
         assert ratio == again
         assert 1 < ratio <= math.exp(3)
 
+    def test_sizes_are_read_from_the_routing(self):
+        key, tokens = jax.random.key(3), np.arange(7)
+
+        def with_routing(batch, permutations):
+            return *self.apply(batch, permutations), np.zeros((3, len(batch), 5))
+
+        ratio = ed.router_permutation_delta_ppl(with_routing, tokens, key)
+        assert ratio == ed.router_permutation_delta_ppl(self.apply, tokens, key, **self.sizes)
+        with pytest.raises(ValueError, match="num_layers or num_experts is None"):
+            ed.router_permutation_delta_ppl(self.apply, tokens, key)
+
     def test_chosen_layers_only(self):
         key, tokens = jax.random.key(1), np.arange(5)
         ratios = [
