@@ -32,6 +32,7 @@ from jaxlib_papers.io.names import parameter_pieces
 from jaxlib_papers.io.pretrained import load_pretrained, save_pretrained
 from jaxlib_papers.nn.config import DecoderConfig
 from jaxlib_papers.nn.decoder import DecoderLM
+from tools.tiny_gguf import VOCABULARY_SIZE, write_gguf
 
 __all__ = ["FuzzConfig", "Tally", "fuzz", "main", "mutate", "write_targets"]
 
@@ -181,7 +182,7 @@ def mutate(data: bytes, name: str, rng: np.random.Generator, header: int) -> tup
 
 def _tiny() -> DecoderLM:
     config = DecoderConfig(
-        vocab_size=32,
+        vocab_size=VOCABULARY_SIZE,
         num_layers=2,
         embed_dim=32,
         num_heads=2,
@@ -195,47 +196,19 @@ def _tiny() -> DecoderLM:
     return jax.tree.map(lambda a: jnp.asarray(0.1 * rng.normal(size=a.shape), a.dtype), model)
 
 
-def _write_gguf(path: Path, model: DecoderLM) -> None:
-    import gguf
-
-    config = model.config
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_positions)
-    writer.add_embedding_length(config.embed_dim)
-    writer.add_feed_forward_length(config.mlp_dim)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    letters = [chr(ord("a") + i) for i in range(26)]
-    writer.add_token_list([*letters, "ab", "abc", "<s>", "</s>", "1", "2"])
-    writer.add_token_types([1] * 28 + [3, 3, 1, 1])
-    writer.add_token_merges(["a b", "ab c"])
-    writer.add_eos_token_id(29)
+def _write_gguf(path: Path, config: DecoderConfig) -> None:
+    """Other weights than the folders', each matrix stored in a way drawn for it."""
     rng = np.random.default_rng(0)
-    blocks = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-    blocks |= {"self_attn.o_proj": "attn_output"}
-    blocks |= {f"self_attn.{p}_proj": f"attn_{p}" for p in "qkv"}
-    blocks |= {f"mlp.{p}_proj": f"ffn_{p}" for p in ("gate", "up", "down")}
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for pieces in parameter_pieces(config).values():
-        for piece in pieces:
-            name = piece.name.replace("model.layers.", "blk.")
-            for theirs, stored in (names | blocks).items():
-                name = name.replace(theirs, stored)
-            array = rng.normal(size=piece.stored_shape).astype(np.float32)
-            kind = gguf.GGMLQuantizationType[str(rng.choice(["F32", "F16", "Q8_0", "Q4_1"]))]
-            if array.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
-                writer.add_tensor(name, array)
-            else:
-                writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(
+        path,
+        config,
+        {
+            piece.name: rng.normal(size=piece.stored_shape)
+            for pieces in parameter_pieces(config).values()
+            for piece in pieces
+        },
+        kind=lambda name: str(rng.choice(["F32", "F16", "Q8_0", "Q4_1"])),
+    )
 
 
 def write_targets(folder: Path) -> list[tuple[Path, Path]]:
@@ -250,7 +223,7 @@ def write_targets(folder: Path) -> list[tuple[Path, Path]]:
     model = _tiny()
     save_pretrained(folder / "plain", model)
     save_pretrained(folder / "parts", model, max_shard_bytes=20_000)
-    _write_gguf(folder / "model.gguf", model)
+    _write_gguf(folder / "model.gguf", model.config)
     plain, parts, file = folder / "plain", folder / "parts", folder / "model.gguf"
     index = parts / "model.safetensors.index.json"
     shard = sorted(parts.glob("*.safetensors"))[0]
