@@ -246,6 +246,24 @@ def test_keys_in_several_stretches_and_tiles_from_main_memory(name, monkeypatch)
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("length,keys", [(1200, 16), (2500, 16)])
+def test_gradients_of_keys_leave_in_slices(length, keys, monkeypatch):
+    """One stretch longer than the sequence, and two of which the second is mostly empty."""
+    from kernels_pallas.block_sparse_attention import tpu_backward
+
+    monkeypatch.setattr(tpu_backward, "_QUERIES", 512)
+    monkeypatch.setattr(tpu_backward, "_SLICE", 512)
+    monkeypatch.setattr(tpu_backward, "vmem_limit", lambda: 10 << 20)
+    pattern = BlockPattern.band(length, 90, sink=30)
+    assert tpu_backward._sizes(pattern, 24, 4) == (keys, 4, 4)
+    arrays = _draw(0, 1, 2, length, 24)
+    run = functools.partial(_run, KERNELS["tpu"], arrays, pattern)
+    got = run()
+    _assert_close(got, _run(XLA, arrays, pattern), 1e-5)
+    for a, b in zip(got, run(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_repeats_bit_by_bit(name):
     arrays = _draw(0, 2, 2, 257, 24)
