@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -66,6 +67,24 @@ def test_tasks():
     np.testing.assert_array_equal(views[2], views[5])  # as the sheet of the paper notes
     twice = experiment.transformed(views[2].reshape(5, 8, 8))[2]
     np.testing.assert_array_equal(twice, views[4])
+
+
+def test_local_heads_are_read_by_their_own_linear():
+    cfg = experiment.Config().mole(experiment.LOCAL)
+    rng = np.random.default_rng(0)
+    base = [
+        {"W": rng.normal(size=(n, 64)).astype(np.float32), "b": np.zeros(n, np.float32)}
+        for n in (64, 64, 10)
+    ]
+    tree = {"layers": {i: {"W": layer["W"]} for i, layer in enumerate(base)}}
+    params = experiment.inject_mole(tree, dataclasses.replace(cfg, targets=("layers.*",)))
+    head = {name: np.array(array) for name, array in params.heads[64].items()}
+    x = rng.random((3, 64)).astype(np.float32)
+    before = experiment.forward(base, params, x, cfg)[1]
+    head["b2"][1] += 1
+    after = experiment.forward(base, params._replace(heads={64: head}), x, cfg)[1]
+    changed = [bool((a.lam != b.lam).any()) for a, b in zip(before, after, strict=True)]
+    assert changed == [False, True, False]  # B = 0, so what the next linear sees is the same
 
 
 @pytest.mark.slow
