@@ -3,6 +3,8 @@
 Four tasks come from what every installation has: sums, the kind of a snippet of text (documents of
 installed packages), the kind of a Python name, the first word by alphabet. A fifth, the language of
 a phrase, is added where the package `sphinx` (extra "docs") with its translations is installed.
+The two "kind" tasks are classifications: their options stand in one order, so that a letter is a
+class. In the others a small model has to tie letters to options first, which takes long.
 
 A file of one's own (ARC, HellaSwag, OpenBookQA ... as JSONL) takes their place: one object a line,
 "prompt" the question, "choices" the texts of the options, "target" the letter, the text or the
@@ -70,7 +72,13 @@ class Question(NamedTuple):
         return f"Answer with one letter.\n{self.prompt}\nOptions:\n{options}Answer:"
 
 
-def _ask(task: str, prompt: str, right: str, wrong: list[str], rng: np.random.Generator):
+def _ask(
+    task: str, prompt: str, right: str, wrong: list[str], rng: np.random.Generator | None
+) -> Question:
+    """A question; options that are the same in every question of a task keep their order (None)."""
+    if rng is None:
+        options = sorted([right, *wrong])
+        return Question(task, prompt, tuple(options), options.index(right))
     choices = [right, *wrong]
     order = rng.permutation(len(choices))
     return Question(task, prompt, tuple(choices[i] for i in order), int(np.argmin(order)))
@@ -97,7 +105,7 @@ def _snippets(rng: np.random.Generator) -> Iterator[Question]:
         start = int(rng.integers(max(1, len(text) - 90)))
         snippet = " ".join(text[start : start + 90].split())
         wrong = [name for other, name in _KINDS.items() if other != kind]
-        yield _ask("snippet", f"What is this? {snippet}", _KINDS[kind], wrong, rng)
+        yield _ask("snippet", f"What is this? {snippet}", _KINDS[kind], wrong, None)
 
 
 def _names(rng: np.random.Generator) -> Iterator[Question]:
@@ -121,7 +129,7 @@ def _names(rng: np.random.Generator) -> Iterator[Question]:
         kind = kinds[int(rng.integers(len(kinds)))]
         word = groups[kind][int(rng.integers(len(groups[kind])))]
         prompt = f"In Python, what is {word}?"
-        yield _ask("name", prompt, kind, [other for other in kinds if other != kind], rng)
+        yield _ask("name", prompt, kind, [other for other in kinds if other != kind], None)
 
 
 def _alphabet(rng: np.random.Generator) -> Iterator[Question]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from experiments import ld_mole_lm as experiment
 from experiments import ld_mole_tasks as tasks
+from jaxlib_papers.io.pretrained import Pretrained
+from jaxlib_papers.nn.config import DecoderConfig
+from jaxlib_papers.nn.decoder import DecoderLM
 
 
 class Words:
@@ -39,6 +43,8 @@ def test_questions_of_every_task_are_distinct_and_right():
         if question.task == "alphabet":
             assert right == min(question.choices)
     assert len({q.target for q in questions}) == 4
+    orders = {task: {q.choices for q in questions if q.task == task} for task in names}
+    assert len(orders["snippet"]) == len(orders["name"]) == 1 < len(orders["sum"])
 
 
 def test_split_is_fixed_and_apart():
@@ -95,9 +101,12 @@ def test_encoding_puts_the_letter_after_the_prompt():
 
 def test_verdicts():
     figures = {"accuracy": 0.5, "active": [3.0, 2.0], "active_std": [0.2, 0.1], "least": 1.0}
-    results = {"base": {"accuracy": 0.3}} | {name: dict(figures) for name in experiment.METHODS}
+    results = {"base": {"accuracy": 0.3, "questions": 100}} | {
+        name: dict(figures) for name in experiment.METHODS
+    }
     assert [c.passed for c in experiment.judge(results)] == [True] * 3
-    results[experiment.MOLA]["accuracy"] = 0.3
+    results[experiment.MOLA]["accuracy"] = 0.39
+    assert [c.passed for c in experiment.judge(results)] == [False, True, True]
     results[experiment.LD] |= {"least": 0.5, "active_std": [0.01, 0.01]}
     assert [c.passed for c in experiment.judge(results)] == [False] * 3
 
@@ -118,3 +127,45 @@ def test_quick_run_and_its_resumption(tmp_path, capsys):
     assert names == {"ld_mole.safetensors", "mola.safetensors", "lora.safetensors"}
     experiment.main(out=tmp_path, quick=True)
     assert capsys.readouterr().out.count("taken from an earlier run") == 4
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
+    config = DecoderConfig(
+        vocab_size=256, num_layers=1, embed_dim=8, num_heads=2, num_kv_heads=1, head_dim=4,
+        mlp_dim=8, max_positions=160,
+    )  # fmt: skip
+    model = jax.jit(lambda key: DecoderLM(config, key=key))(jax.random.key(0))
+    loaded = Pretrained(model, config, Words())
+    setting = experiment.Config(steps=12, batch=2, length=160, experts=2, rank=1, hidden=4)
+    batch, _ = experiment.encode(tasks.make_questions(2), Words(), setting.length)
+
+    def train(tuner, progress, stop=None):
+        taken, step = [], tuner.step
+
+        def counted(*args):
+            if len(taken) == stop:
+                raise Stopped
+            taken.append(None)
+            return step(*args)
+
+        tuner.step = counted
+        try:
+            return tuner.train(batch, progress, print), len(taken)
+        finally:
+            tuner.step = step
+
+    whole = experiment.Tuner(setting, experiment.LD, loaded, 0)
+    losses, taken = train(whole, tmp_path / "whole.npz")
+    assert taken == 12 and losses[-1] < losses[0]
+    tuner, progress = experiment.Tuner(setting, experiment.LD, loaded, 0), tmp_path / "part.npz"
+    with pytest.raises(Stopped):
+        train(tuner, progress, stop=10)
+    again, taken = train(tuner, progress)
+    assert taken == 4  # the first eight are on disk
+    np.testing.assert_array_equal(again, losses)
+    jax.tree.map(np.testing.assert_array_equal, tuner.params, whole.params)
