@@ -123,8 +123,10 @@ def _names(rng: np.random.Generator) -> Iterator[Question]:
         "standard module": [name for name in sys.stdlib_module_names if not name.startswith("_")],
     }
     kinds = sorted(groups)
-    for words in groups.values():
-        words.sort()
+    # As many of each kind, or most answers would be "standard module".
+    fewest = min(map(len, groups.values()))
+    for name, words in groups.items():
+        groups[name] = [str(word) for word in rng.permutation(sorted(words))[:fewest]]
     while True:
         kind = kinds[int(rng.integers(len(kinds)))]
         word = groups[kind][int(rng.integers(len(groups[kind])))]

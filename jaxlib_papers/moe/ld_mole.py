@@ -18,7 +18,8 @@ the other routers that the paper compares with, the losses, injection into a mod
 into a `DecoderLM`), labels for optax, and the loss for a language model.
 
 Reconstructed, since the paper (as far as it was seen) leaves it open: the coefficients of the
-tables, warm-up, masks in the penalties, and details of the MoLA and ReMoE baselines.
+tables, warm-up, masks in the penalties, details of the MoLA and ReMoE baselines, and that a local
+lambda head serves one input width of one layer.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ def test_questions_of_every_task_are_distinct_and_right():
             assert right == min(question.choices)
     assert len({q.target for q in questions}) == 4
     orders = {task: {q.choices for q in questions if q.task == task} for task in names}
+    many = [q.target for q in tasks.make_questions(400) if q.task == "name"]
+    assert len({many.count(kind) for kind in range(4)}) == 1
     assert len(orders["snippet"]) == len(orders["name"]) == 1 < len(orders["sum"])
 
 
