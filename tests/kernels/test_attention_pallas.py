@@ -19,6 +19,7 @@ from kernels_pallas.attention.gpu import attention_gpu
 from kernels_pallas.attention.scores import ScoreSpec, block_bounds
 from kernels_pallas.attention.tpu_blocks import choose_blocks, vmem_limit
 from kernels_pallas.dispatch import target_platform
+from tests.kernels.accelerators import lowering_for
 
 SIZES = (1, 7, 13, 20, 129, 257)
 DIMS = (24, 48, 64, 80, 96, 128)
@@ -248,7 +249,7 @@ def test_vmap_and_shard_map_of_one_device():
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_lowers_for_accelerators_on_a_cpu(case, platform, lowering):
     """C12: what interpret mode accepts, the real lowering may not."""
-    with target_platform(platform):
+    with lowering_for(platform):
         args = (*case.args, case.cotangents())
         traced = jax.jit(case.vjp("pallas")).trace(*args)
         text = traced.lower(lowering_platforms=(lowering,)).as_text()

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from kernels_pallas.block_sparse_attention import BlockPattern, block_sparse_attention
 from kernels_pallas.block_sparse_attention.cases import CASES
 from kernels_pallas.block_sparse_attention.gpu import block_sparse_gpu
-from kernels_pallas.dispatch import target_platform
+from tests.kernels.accelerators import lowering_for
 
 VECTORS = pathlib.Path(__file__).parents[1] / "vectors" / "quantsparse_kernels.npz"
 SIZES = (1, 7, 13, 20, 129, 257)
@@ -347,7 +347,7 @@ def test_band_equals_its_mask(length, half, sink, context, padding, block):
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_lowers_for_accelerators_on_a_cpu(case, platform, lowering):
     """C12: what interpret mode accepts, the real lowering may not."""
-    with target_platform(platform):
+    with lowering_for(platform):
         args = (*case.args, case.cotangents())
         traced = jax.jit(case.vjp("pallas")).trace(*args)
         text = traced.lower(lowering_platforms=(lowering,)).as_text()

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.dispatch import target_platform
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.grouped_matmul.cases import CASES
 from kernels_pallas.grouped_matmul.gpu import grouped_matmul_gpu
 from kernels_pallas.grouped_matmul.tpu import grouped_matmul_tpu
 from kernels_pallas.grouped_matmul.tpu_blocks import forward_blocks, weight_blocks
 from kernels_pallas.grouped_matmul.visits import output_visits, weight_visits
+from tests.kernels.accelerators import lowering_for
 
 SIZES = (1, 7, 13, 20, 129, 257)
 SMALL = [case for case in CASES if case.size == "small"]
@@ -256,7 +256,7 @@ def test_two_runs_agree_bit_for_bit(case):
 @pytest.mark.parametrize("platform,lowering", [("tpu", "tpu"), ("gpu", "cuda")])
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_lowers_for_accelerators_on_a_cpu(case, platform, lowering):
-    with target_platform(platform):
+    with lowering_for(platform):
         traced = jax.jit(case.vjp("pallas")).trace(*case.args, case.cotangents())
         text = traced.lower(lowering_platforms=(lowering,)).as_text()
         assert "grouped_matmul_weights" in text

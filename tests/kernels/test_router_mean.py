@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.dispatch import target_platform
 from kernels_pallas.router_mean import gpu, reference, router_mean
 from kernels_pallas.router_mean.cases import CASES
+from tests.kernels.accelerators import lowering_for
 
 VECTORS = pathlib.Path(__file__).parents[1] / "vectors" / "router_mean.npz"
 SIZES = (1, 7, 13, 20, 129, 257)
@@ -216,7 +216,7 @@ def test_two_runs_agree_bit_for_bit(case):
 @pytest.mark.parametrize("platform,lowering", [("tpu", "tpu"), ("gpu", "cuda")])
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_lowers_for_accelerators_on_a_cpu(case, platform, lowering):
-    with target_platform(platform):
+    with lowering_for(platform):
         args = (*case.args, case.cotangents())
         text = jax.jit(case.vjp("pallas")).trace(*args).lower(lowering_platforms=(lowering,))
         assert "router_mean_backward" in text.as_text()

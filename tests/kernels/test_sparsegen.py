@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.dispatch import target_platform
 from kernels_pallas.sparsegen import gpu, reference, sparsegen
 from kernels_pallas.sparsegen.cases import CASES
+from tests.kernels.accelerators import lowering_for
 
 VECTORS = pathlib.Path(__file__).parents[1] / "vectors" / "ld_mole_proj.npz"
 IMPLEMENTATIONS = ("xla", "pallas_interpret")
@@ -254,7 +254,7 @@ def test_two_runs_agree_bit_for_bit(case):
 @pytest.mark.parametrize("platform,lowering", [("tpu", "tpu"), ("gpu", "cuda")])
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_lowers_for_accelerators_on_a_cpu(case, platform, lowering):
-    with target_platform(platform):
+    with lowering_for(platform):
         traced = jax.jit(case.vjp("pallas")).trace(*case.args, case.cotangents())
         text = traced.lower(lowering_platforms=(lowering,)).as_text()
     assert "sparsegen_forward" in text and "sparsegen_backward" in text
