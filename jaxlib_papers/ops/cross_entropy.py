@@ -49,6 +49,8 @@ def chunk_length(batch: int, length: int, vocab: int) -> int:
 
     Returns:
       From 1 to ``length``: 16 MiB of float32 logits, or 512 tokens where that is more.
+
+    Source: no paper; bounds of our own.
     """
     batch = max(batch, 1)
     chunk = max(-(-_CHUNK_TOKENS // batch), _CHUNK_LOGITS // max(batch * vocab, 1))
