@@ -28,7 +28,7 @@ from kernels_pallas.grouped_matmul.tpu_blocks import (
 )
 from kernels_pallas.grouped_matmul.tpu_weights import weight_gradient
 from kernels_pallas.grouped_matmul.tpu_whole import whole_matrix_product
-from kernels_pallas.grouped_matmul.visits import output_visits
+from kernels_pallas.grouped_matmul.visits import halves_of_rows, split_visits
 from kernels_pallas.tiling import ceil_div, promoted, result_type
 
 __all__ = ["grouped_matmul_tpu"]
@@ -54,7 +54,8 @@ def _forward_kernel(
     transpose_w: bool,
 ):
     del group_ref  # Only the index maps read it.
-    visit, k = pl.program_id(1), pl.program_id(2)
+    visit = pl.program_id(0) * pl.num_programs(2) + pl.program_id(2)
+    k = pl.program_id(3)
     steps = ceil_div(inner, blocks.inner)
     first_row = tile_ref[visit] * blocks.rows
     start, end = start_ref[visit], end_ref[visit]
@@ -120,17 +121,21 @@ def _forward(
         return whole_matrix_product(
             x, w, group_sizes, dtype, blocks, transpose_w=transpose_w, interpret=interpret
         )
-    visits = output_visits(group_sizes, rows, blocks.rows)
-    steps = ceil_div(inner, blocks.inner)
+    sweeps, steps = ceil_div(outer, blocks.outer), ceil_div(inner, blocks.inner)
+    # One sweep would leave a chip's second core idle; its rows are worked on in two halves.
+    parts = halves_of_rows(rows, blocks.rows) if sweeps == 1 else [(0, rows)]
+    visits = split_visits(group_sizes, rows, blocks.rows, parts)
+    turns = visits.tile.shape[0] // len(parts)
 
-    def x_index(n, v, k, tile, group, start, end):
-        return tile[v], k
+    def x_index(p, n, v, k, tile, group, start, end):
+        return tile[p * turns + v], k
 
-    def w_index(n, v, k, tile, group, start, end):
-        return (group[v], n, k) if transpose_w else (group[v], k, n)
+    def w_index(p, n, v, k, tile, group, start, end):
+        matrix = group[p * turns + v]
+        return (matrix, n, k) if transpose_w else (matrix, k, n)
 
-    def y_index(n, v, k, tile, group, start, end):
-        return tile[v], n
+    def y_index(p, n, v, k, tile, group, start, end):
+        return tile[p * turns + v], n
 
     w_block = (1, blocks.outer, blocks.inner) if transpose_w else (1, blocks.inner, blocks.outer)
     scratch = [pltpu.VMEM((blocks.rows, blocks.outer), jnp.float32)] if steps > 1 else []
@@ -138,7 +143,7 @@ def _forward(
         functools.partial(_forward_kernel, blocks=blocks, inner=inner, transpose_w=transpose_w),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(ceil_div(outer, blocks.outer), visits.tile.shape[0], steps),
+            grid=(len(parts), sweeps, turns, steps),
             in_specs=[
                 pl.BlockSpec((blocks.rows, blocks.inner), x_index),
                 pl.BlockSpec(w_block, w_index),
@@ -148,13 +153,15 @@ def _forward(
         ),
         out_shape=result_type((rows, outer), dtype, x, w, group_sizes),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=VMEM_LIMIT,
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * inner * outer,
             transcendentals=0,
-            bytes_accessed=blocks.bytes_accessed,
+            # The matrix at the border of two halves is read in both.
+            bytes_accessed=blocks.bytes_accessed
+            + (len(parts) - 1) * inner * outer * w.dtype.itemsize,
         ),
         interpret=interpret,
         name="grouped_matmul_transposed" if transpose_w else "grouped_matmul_forward",

@@ -19,8 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.grouped_matmul.tpu_blocks import VMEM_LIMIT, Blocks, in_parts, write_rows
-from kernels_pallas.grouped_matmul.visits import group_bounds, output_visits
-from kernels_pallas.tiling import ceil_div, promoted, result_type
+from kernels_pallas.grouped_matmul.visits import group_bounds, halves_of_rows, split_visits
+from kernels_pallas.tiling import promoted, result_type
 
 __all__ = ["whole_matrix_product"]
 
@@ -44,31 +44,19 @@ class _Tables(NamedTuple):
     count: Int[Array, " halves"]
 
 
-def _tables(group_sizes: Int[Array, " groups"], num_rows: int, height: int, halves: int) -> _Tables:
-    """Visits of each half, whose border is one between tiles, and the matrices it needs."""
+def _tables(
+    group_sizes: Int[Array, " groups"], num_rows: int, height: int, halves: list[tuple[int, int]]
+) -> _Tables:
+    """Visits of each half, and the matrices that it needs."""
     starts, ends = group_bounds(group_sizes, num_rows)
-    tiles = ceil_div(num_rows, height)
-    per_half = ceil_div(tiles, halves)
-    length = per_half + group_sizes.shape[0]
     parts = []
-    for half in range(halves):
-        first, past = (min(num_rows, h * per_half * height) for h in (half, half + 1))
-        low, high = (jnp.clip(bound, first, past) for bound in (starts, ends))
-        visits = output_visits(high - low, past - first, height)
-        missing = length - visits.tile.shape[0]
-        # What fills a shorter half up stays at its last tile and matrix, and does nothing.
-        tile = jnp.pad(visits.tile, (0, missing), mode="edge") + jnp.int32(half * per_half)
-        group = jnp.pad(visits.group, (0, missing), mode="edge")
-        start, end = (
-            jnp.pad(bound, (0, missing), constant_values=past - first) + jnp.int32(first)
-            for bound in (visits.start, visits.end)
-        )
-        needed = high > low
+    for first, past in halves:
+        needed = jnp.minimum(ends, past) > jnp.maximum(starts, first)
         used = jnp.argsort(jnp.logical_not(needed), stable=True).astype(jnp.int32)
         through = jnp.cumsum(needed, dtype=jnp.int32)
-        rank = through - needed.astype(jnp.int32)
-        parts.append(_Tables(tile, group, start, end, used, rank, through[-1:]))
-    return _Tables(*(jnp.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        parts.append((used, through - needed.astype(jnp.int32), through[-1:]))
+    needs = (jnp.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return _Tables(*split_visits(group_sizes, num_rows, height, halves), *needs)
 
 
 def _kernel(
@@ -170,16 +158,16 @@ def whole_matrix_product(
       [m, n]; rows past the last group are 0.
     """
     (rows, inner), outer = x.shape, blocks.outer
-    halves = min(2, ceil_div(rows, blocks.rows))
+    halves = halves_of_rows(rows, blocks.rows)
     tables = _tables(group_sizes, rows, blocks.rows, halves)
-    turns = tables.tile.shape[0] // halves
+    turns = tables.tile.shape[0] // len(halves)
     slots = outer // blocks.copy + 1
     part = (blocks.copy, inner) if transpose_w else (inner, blocks.copy)
     return pl.pallas_call(
         functools.partial(_kernel, blocks=blocks, transpose_w=transpose_w),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
-            grid=(halves, turns),
+            grid=(len(halves), turns),
             in_specs=[
                 pl.BlockSpec((blocks.rows, inner), lambda h, v, tile, *_: (tile[h * turns + v], 0)),
                 pl.BlockSpec(memory_space=pl.ANY),

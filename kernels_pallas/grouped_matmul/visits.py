@@ -15,7 +15,14 @@ from jaxtyping import Array, Int
 
 from kernels_pallas.tiling import ceil_div
 
-__all__ = ["Visits", "group_bounds", "output_visits", "weight_visits"]
+__all__ = [
+    "Visits",
+    "group_bounds",
+    "halves_of_rows",
+    "output_visits",
+    "split_visits",
+    "weight_visits",
+]
 
 
 class Visits(NamedTuple):
@@ -79,6 +86,46 @@ def output_visits(group_sizes: Int[Array, " groups"], num_rows: int, height: int
         start=start,
         end=jnp.where(multiplies, ends[group], start),
     )
+
+
+def halves_of_rows(num_rows: int, height: int) -> list[tuple[int, int]]:
+    """First row and one past the last row of two halves, cut between tiles; one if there is one."""
+    tiles = ceil_div(num_rows, height)
+    halves = min(2, tiles)
+    step = ceil_div(tiles, halves) * height
+    return [(half * step, min(num_rows, (half + 1) * step)) for half in range(halves)]
+
+
+def split_visits(
+    group_sizes: Int[Array, " groups"], num_rows: int, height: int, parts: list[tuple[int, int]]
+) -> Visits:
+    """`output_visits` of stretches of rows that share nothing, for chips with several cores.
+
+    Args:
+      group_sizes: Rows of each group.
+      num_rows: Rows in all.
+      height: Of a tile.
+      parts: First row and one past the last row of each stretch, at borders of tiles
+        (`halves_of_rows`); the first is the longest.
+
+    Returns:
+      Equally many visits for each stretch, one stretch behind the other. What fills a shorter one
+      up stays at its last tile and matrix, and does nothing.
+    """
+    starts, ends = group_bounds(group_sizes, num_rows)
+    length, split = 0, []
+    for first, past in parts:
+        low, high = (jnp.clip(bound, first, past) for bound in (starts, ends))
+        visits = output_visits(high - low, past - first, height)
+        length = length or visits.tile.shape[0]
+        fill = (0, length - visits.tile.shape[0])
+        start, end = (
+            jnp.pad(bound, fill, constant_values=past - first) + jnp.int32(first)
+            for bound in (visits.start, visits.end)
+        )
+        tile = jnp.pad(visits.tile, fill, mode="edge") + jnp.int32(first // height)
+        split.append(Visits(tile, jnp.pad(visits.group, fill, mode="edge"), start, end))
+    return Visits(*(jnp.concatenate(arrays) for arrays in zip(*split, strict=True)))
 
 
 def weight_visits(group_sizes: Int[Array, " groups"], num_rows: int, height: int) -> Visits:

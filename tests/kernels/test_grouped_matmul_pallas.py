@@ -16,7 +16,12 @@ from kernels_pallas.grouped_matmul.cases import CASES
 from kernels_pallas.grouped_matmul.gpu import grouped_matmul_gpu
 from kernels_pallas.grouped_matmul.tpu import grouped_matmul_tpu
 from kernels_pallas.grouped_matmul.tpu_blocks import forward_blocks, weight_blocks
-from kernels_pallas.grouped_matmul.visits import output_visits, weight_visits
+from kernels_pallas.grouped_matmul.visits import (
+    halves_of_rows,
+    output_visits,
+    split_visits,
+    weight_visits,
+)
 from tests.kernels.accelerators import lowering_for
 
 SIZES = (1, 7, 13, 20, 129, 257)
@@ -251,6 +256,26 @@ def test_two_runs_agree_bit_for_bit(case):
     g = jnp.ones((args[0].shape[0], case.cotangents().shape[1]), args[0].dtype)
     for a, b in zip(run(*args, g), run(*args, g), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 9, 2], [0, 0, 0, 16], [16, 0, 0, 0], [1] * 4, [0] * 4])
+@pytest.mark.parametrize("rows", [16, 17, 24, 40])
+def test_visits_of_two_halves_cover_every_row_once(sizes, rows):
+    """Each row is multiplied by its group's matrix once; the halves share no tile of 8 rows."""
+    parts = halves_of_rows(rows, 8)
+    visits = jax.device_get(split_visits(jnp.asarray(sizes, jnp.int32), rows, 8, parts))
+    turns = len(visits.tile) // len(parts)
+    assert len(parts) == 2 and parts[0][1] == parts[1][0] and parts[1][1] == rows
+    seen = np.full(rows, -1)
+    for number, (tile, group, start, end) in enumerate(zip(*visits, strict=True)):
+        first, past = parts[number // turns]
+        assert first // 8 <= tile < -(-past // 8)
+        own = range(max(start, tile * 8), min(end, tile * 8 + 8))
+        assert all(seen[row] == -1 for row in own)
+        seen[list(own)] = group
+    expected = np.repeat(np.arange(4), sizes)
+    np.testing.assert_array_equal(seen[: len(expected)], expected)
+    assert (seen[len(expected) :] == -1).all()
 
 
 @pytest.mark.parametrize("platform,lowering", [("tpu", "tpu"), ("gpu", "cuda")])
