@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxlib_papers.moe._mole_decoder import MoLERouting
 from jaxlib_papers.moe._mole_losses import dynamic_load_balance, lambda_penalty, sparsity_loss
-from jaxlib_papers.nn.head import head_cross_entropy
+from jaxlib_papers.nn.head import decoder_cross_entropy
 from jaxlib_papers.ops.checks import check_count, check_nonnegative
 from jaxlib_papers.ops.router import active_experts, router_z_loss
 from jaxlib_papers.train.step import Objective
@@ -126,15 +126,12 @@ def mole_objective(coef: MoLELossConfig | None = None) -> Objective:
         del statistics
         segments = batch["segment_ids"]
         out = model(batch["tokens"], positions=batch["positions"], segment_ids=segments, key=key)
-        kernel, cap = model.head_kernel(), model.config.logit_softcap
-        nll, _ = head_cross_entropy(
-            out.hidden, kernel, batch["targets"], batch["loss_mask"], softcap=cap
-        )
+        nll, _ = decoder_cross_entropy(model, out.hidden, batch["targets"], batch["loss_mask"])
         if coef.smoothing:
-            if cap is not None:
+            if model.config.logit_softcap is not None:
                 raise ValueError("smoothing is not defined with a soft cap of the logits")
             # Smoothed minus plain: s (target's logit - mean logit), with no second softmax.
-            hidden = out.hidden.astype(jnp.float32)
+            hidden, kernel = out.hidden.astype(jnp.float32), model.head_kernel()
             columns = jnp.take(kernel, batch["targets"], axis=1).astype(jnp.float32)
             mean = jnp.mean(kernel, axis=1, dtype=jnp.float32)
             columns = jnp.moveaxis(columns, 0, -1) - mean[None, None]

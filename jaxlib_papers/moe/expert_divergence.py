@@ -41,7 +41,7 @@ from jaxlib_papers.moe._router_domains import (
     routing_diversity,
     sequence_router_mean,
 )
-from jaxlib_papers.nn.head import head_cross_entropy
+from jaxlib_papers.nn.head import decoder_cross_entropy
 from jaxlib_papers.ops.checks import (
     check_choice,
     check_count,
@@ -296,13 +296,7 @@ def expert_divergence_objective(
     def loss(model, batch, key, totals, statistics=None):
         out, own = forward(model, batch, key)
         valid = batch["segment_ids"] > 0
-        nll, _ = head_cross_entropy(
-            out.hidden,
-            model.head_kernel(),
-            batch["targets"],
-            batch["loss_mask"],
-            softcap=model.config.logit_softcap,
-        )
+        nll, _ = decoder_cross_entropy(model, out.hidden, batch["targets"], batch["loss_mask"])
         tokens = jnp.maximum(totals["tokens"], 1)
         weight = jnp.sum(valid, dtype=jnp.float32) / jnp.maximum(totals["router_tokens"], 1)
         part = 1 / totals["microbatches"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
@@ -15,7 +17,10 @@ from jaxlib_papers.nn.partitioning import (
 from jaxlib_papers.ops.cross_entropy import chunked_cross_entropy
 from kernels_pallas.tiling import align_varying
 
-__all__ = ["head_cross_entropy"]
+if TYPE_CHECKING:
+    from jaxlib_papers.nn.decoder import DecoderLM
+
+__all__ = ["decoder_cross_entropy", "head_cross_entropy"]
 
 
 def head_cross_entropy(
@@ -81,3 +86,27 @@ def head_cross_entropy(
         out_specs=(PartitionSpec(), PartitionSpec()),
         axis_names=set(axes),
     )(hidden, kernel, targets, mask)
+
+
+def decoder_cross_entropy(
+    model: DecoderLM,
+    hidden: Float[Array, "batch seq embed"],
+    targets: Int[Array, "batch seq"],
+    mask: Bool[Array, "batch seq"] | Float[Array, "batch seq"],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`head_cross_entropy` with a decoder's own output matrix and soft cap.
+
+    Args:
+      model: The decoder.
+      hidden: Its final hidden states.
+      targets: Token ids.
+      mask: Weight of each token.
+
+    Returns:
+      (sum of losses in nats, sum of weights) of the global batch, float32 scalars.
+
+    Raises:
+      ValueError: As `head_cross_entropy`.
+    """
+    softcap = model.config.logit_softcap
+    return head_cross_entropy(hidden, model.head_kernel(), targets, mask, softcap=softcap)

@@ -44,12 +44,15 @@ _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
 def swiglu(gate: Float[Array, "*shape"], up: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """``silu(gate) * up``, computed in float32 or better.
 
-    Automatic differentiation would keep four arrays of this size for the backward pass; this keeps
-    the two arguments, which their matmuls have stored already.
+    Automatic differentiation would keep what lies between as well; for the backward pass this keeps
+    the two arguments alone.
 
     Args:
-      gate: Goes through ``silu(x) = x / (1 + exp(-x))``.
-      up: What it gates; the result has its dtype.
+      gate: Goes through ``silu(x) = x / (1 + exp(-x))``, any shape.
+      up: What it gates, of the same shape.
+
+    Returns:
+      The shape of both, the dtype of ``up``.
 
     Raises:
       ValueError: The shapes differ.
@@ -94,7 +97,10 @@ def packed_swiglu(hidden: Float[Array, "*batch two_hidden"]) -> Float[Array, "*b
     """`swiglu` of the two halves of the last axis, gate before up.
 
     Args:
-      hidden: Result of one product with both matrices.
+      hidden: Result of one product with both matrices, [..., 2 * hidden].
+
+    Returns:
+      [..., hidden] in the dtype of ``hidden``.
 
     Raises:
       ValueError: The last axis has an odd length.

@@ -19,8 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxlib_papers.nn.head import decoder_cross_entropy
 from jaxlib_papers.nn.partitioning import DEFAULT_RULES, ShardingRules, use_sharding
-from jaxlib_papers.ops.cross_entropy import chunked_cross_entropy
 from jaxlib_papers.ops.divergence import js_divergence
 from jaxlib_papers.ops.masked import segment_mean
 from jaxlib_papers.ops.router import expert_counts
@@ -129,12 +129,8 @@ def make_domain_eval_step(
             model = merge_model(graphdef, params, rest)
             segments = batch["segment_ids"]
             out = model(batch["tokens"], positions=batch["positions"], segment_ids=segments)
-            nll, tokens = chunked_cross_entropy(
-                out.hidden,
-                model.head_kernel(),
-                batch["targets"],
-                batch["loss_mask"],
-                softcap=model.config.logit_softcap,
+            nll, tokens = decoder_cross_entropy(
+                model, out.hidden, batch["targets"], batch["loss_mask"]
             )
             if top_k is None:
                 return DomainTotals(nll, tokens, None, None, None)
