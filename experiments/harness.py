@@ -33,6 +33,7 @@ __all__ = [
     "mean_and_spread",
     "new_figure",
     "run_grid",
+    "seeds_in_words",
     "write_report",
 ]
 
@@ -218,6 +219,13 @@ def run_grid(
                 say(f"{variant}, seed {seed}: taken from an earlier run")
             results[variant][seed] = result
     return results
+
+
+def seeds_in_words(seeds: Sequence[int]) -> str:
+    """Three or more seeds in a row as "0 to 8", any others one by one: "0, 2, 5"."""
+    if len(seeds) > 2 and list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
+        return f"{seeds[0]} to {seeds[-1]}"
+    return ", ".join(map(str, seeds))
 
 
 def mean_and_spread(values: Sequence[float], digits: int = 3) -> str:

@@ -222,9 +222,9 @@ def make_report(config: Config, results, seeds, fresh, tables: tuple[str, ...]) 
             ]
             texts = [harness.mean_and_spread(c) if c[0] is not None else "" for c in cells]
             rows.append((f"{part}, {method}", *texts))
-    criteria = judge(results, seeds, f"seeds {', '.join(map(str, seeds))}")
+    criteria = judge(results, seeds, f"seeds {harness.seeds_in_words(seeds)}")
     if fresh:
-        criteria += judge(results, fresh, f"fresh seeds {', '.join(map(str, fresh))}")
+        criteria += judge(results, fresh, f"fresh seeds {harness.seeds_in_words(fresh)}")
     return harness.Report(
         slug="japan",
         title=f"JAPAN: regions at eps = {config.eps}",
@@ -234,9 +234,9 @@ def make_report(config: Config, results, seeds, fresh, tables: tuple[str, ...]) 
         criteria=criteria,
         results=results,
         notes=(
-            f"Mean and deviation over seeds {', '.join(map(str, seeds))} (over splits for a real "
-            "table); areas of standardised targets. Worst slab: smallest coverage over slabs with "
-            "a fifth of the test points, biased downwards by the search. Seconds: scoring and "
+            f"Mean and deviation over seeds {harness.seeds_in_words(seeds)} (over splits for a "
+            "real table); areas of standardised targets. Worst slab: smallest coverage over slabs "
+            "with a fifth of the test points, biased downwards by the search. Seconds: scoring and "
             "volumes, compilation included in the first seed; methods that share one program "
             "share its time equally.",
             *_observed(results, seeds),

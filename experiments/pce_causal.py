@@ -286,9 +286,9 @@ def make_report(config, settings, results, seeds, fresh, real) -> harness.Report
             (f"Sachs (skeleton F1 {m['skeleton_f1']:.2f}) | {method}", *cells, m["shd"], "")
         )
     rows = [tuple(map(str, row)) for row in rows]
-    criteria = judge(results, seeds, f"seeds {', '.join(map(str, seeds))}")
+    criteria = judge(results, seeds, f"seeds {harness.seeds_in_words(seeds)}")
     if fresh:
-        criteria += judge(results, fresh, f"fresh seeds {', '.join(map(str, fresh))}")
+        criteria += judge(results, fresh, f"fresh seeds {harness.seeds_in_words(fresh)}")
     return harness.Report(
         slug="pce_causal",
         title="PCE causal model: directed edges of the reactor",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import expert_divergence as experiment
+from experiments import expert_divergence_data as data
 
 
 def result(**changes) -> dict:
@@ -56,9 +57,15 @@ def test_loss_may_rise_by_the_tolerance_only_on_average():
     assert verdicts(heldout_loss=2.539)[3] and not verdicts(heldout_loss=2.541)[3]
 
 
+def test_science_corpus_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"sklearn.*\[science\].*--corpus embedded"):
+        data.corpus.__wrapped__("science")
+
+
 def test_batches_are_balanced_and_reproducible():
     texts = tuple(np.arange(d, d + 200, dtype=np.int32) for d in (0, 1000, 2000, 3000))
-    batches = [experiment.make_batch(texts, 3, 16, np.random.default_rng([1, 5])) for _ in range(2)]
+    batches = [data.make_batch(texts, 3, 16, np.random.default_rng([1, 5])) for _ in range(2)]
     batch = batches[0]
     assert batch["tokens"].shape == (12, 16)
     np.testing.assert_array_equal(batch["targets"][:, :-1], batch["tokens"][:, 1:])
@@ -68,8 +75,12 @@ def test_batches_are_balanced_and_reproducible():
         np.testing.assert_array_equal(batch[name], batches[1][name])
 
 
-def test_training_and_heldout_text_are_apart():
-    train, heldout = experiment.corpus()
+@pytest.mark.parametrize("name", ["science", "embedded"])
+def test_training_and_heldout_text_are_apart(name):
+    if name == "science":
+        pytest.importorskip("sklearn")
+    train, heldout = data.corpus(name)
+    assert len(train) == len(heldout) == len(data.DOMAINS)
     for text, other in zip(train, heldout, strict=True):
         assert len(text) > 4 * len(other) and len(other) > 5000
         whole, rest = (part.astype(np.uint8).tobytes() for part in (text, other))

@@ -106,3 +106,11 @@ def test_a_report_without_criteria_has_not_passed():
 def test_mean_and_spread():
     assert harness.mean_and_spread([1.0, 3.0], 1) == "2.0 ± 1.4"
     assert harness.mean_and_spread([0.25], 2) == "0.25"
+
+
+@pytest.mark.parametrize(
+    ("seeds", "words"),
+    [((0, 1, 2), "0 to 2"), ((9, 10), "9, 10"), ((0, 2, 5), "0, 2, 5"), ((3,), "3"), ((), "")],
+)
+def test_seeds_in_words(seeds, words):
+    assert harness.seeds_in_words(seeds) == words

@@ -110,7 +110,7 @@ def test_seeds_shared_by_both_sets_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_mechanism(tmp_path):
-    """What holds on the sheet's seeds and on fresh ones; the spread over three seeds varies."""
+    """What holds whatever rounding does to a run; the spread over seeds may come out either way."""
     pytest.importorskip("sklearn")
     status = experiment.main(out=tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
