@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlib_papers.nn.adapters import AdapterParam
 from jaxlib_papers.train.objectives import language_objective
@@ -81,7 +82,22 @@ def adapter_training(
 
     return AdapterTraining(
         # Copied since the first step gives the state's buffers away.
-        state=TrainState.create(copy(params), optimizer),
+        state=_committed_like(rest, TrainState.create(copy(params), optimizer)),
         step=lambda state, batch: run(state, rest, batch),
         merge=lambda state: merge_model(graphdef, copy(state.params), rest),
     )
+
+
+def _committed_like(rest: Any, state: TrainState) -> TrainState:
+    """The state committed to the devices of a base that is.
+
+    What a step returns is committed as soon as one of its arguments is; a first state that is not
+    would have the second step compiled again.
+    """
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(rest) if leaf.committed]
+    if not shardings:
+        return state
+    place = shardings[0]
+    if isinstance(place, NamedSharding):
+        place = NamedSharding(place.mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, place), state)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jaxlib_papers.data.answers import answer_batch
 from jaxlib_papers.nn.config import DecoderConfig
@@ -59,6 +60,21 @@ def test_only_adapters_train_and_the_model_can_be_used_on(base, adapted):
     training.step(state, BATCH)  # gives the state away, not the model made of it
     np.testing.assert_array_equal(model.layers.attention.query.lora_b[...], trained)
     assert merge_lora(model).model.config == CONFIG
+
+
+@pytest.mark.parametrize("place", ["as made", "one device", "mesh"])
+def test_steps_compile_once_wherever_the_base_lies(base, place):
+    """A loaded model's arrays are committed to a device, fresh adapters are not."""
+    if place != "as made":
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        where = sharding if place == "mesh" else jax.devices()[0]
+        base = nnx.merge(nnx.graphdef(base), jax.device_put(nnx.state(base), where))
+    adapted = inject_lora(base, LoRAConfig(rank=2, targets=("query",)), key=jax.random.key(1))
+    training = adapter_training(adapted, optax.adam(0.05))
+    state, _ = training.step(training.state, BATCH)
+    with jax.no_tracing():
+        training.step(state, BATCH)
 
 
 def test_accumulation_and_the_loss_of_optax(adapted):
