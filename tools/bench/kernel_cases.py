@@ -18,7 +18,8 @@ from tools.bench.timing import Result, race
 
 __all__ = ["attention_memory", "attention_speed", "block_sparse", "grouped", "sparsegen_speed"]
 
-_ROWS, _IN, _OUT = 8192, 256, 512
+# Rows, and the matrices' two sizes.
+_NARROW, _WIDE = (8192, 256, 512), (16384, 512, 512)
 
 
 def _vjp(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,10 +29,10 @@ def _vjp(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(run)
 
 
-def _skewed(num_groups: int) -> np.ndarray:
+def _skewed(num_groups: int, rows: int) -> np.ndarray:
     share = 1 / np.arange(1, num_groups + 1)
-    sizes = np.floor(_ROWS * share / share.sum()).astype(np.int32)
-    sizes[0] += _ROWS - sizes.sum()
+    sizes = np.floor(rows * share / share.sum()).astype(np.int32)
+    sizes[0] += rows - sizes.sum()
     return sizes
 
 
@@ -50,56 +51,66 @@ def _grouped_and_gradients(dy: jax.Array, x: jax.Array, w: jax.Array, sizes: jax
 
 
 def grouped(turns: int = 9) -> Iterator[Result]:
-    """Grouped matmul against one plain matmul of the same FLOPs, and against ragged_dot."""
+    """Grouped matmul against one plain matmul of the same FLOPs, and against ragged_dot.
+
+    At (8192, 256, 512) 64 groups have 128 rows each, and their matrices are 32 MiB, 64 times what
+    the plain matmul reads; with 256 rows each and wider matrices arithmetic decides.
+    """
+    for num_groups, shape in ((16, _NARROW), (64, _NARROW), (64, _WIDE)):
+        yield from _grouped(num_groups, shape, turns)
+
+
+def _grouped(num_groups: int, shape: tuple[int, int, int], turns: int) -> Iterator[Result]:
+    rows, width, outer = shape
     keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (_ROWS, _IN))
-    dy = jax.random.normal(keys[2], (_ROWS, _OUT))
-    flops = 2.0 * _ROWS * _IN * _OUT
+    x = jax.random.normal(keys[0], (rows, width))
+    w = jax.random.normal(keys[1], (num_groups, width, outer))
+    dy = jax.random.normal(keys[2], (rows, outer))
+    flops = 2.0 * rows * width * outer
     forward, dense = jax.jit(grouped_matmul), jax.jit(_dense)
     forward_both, dense_both = jax.jit(_grouped_and_gradients), jax.jit(_dense_and_gradients)
-    for num_groups in (16, 64):
-        w = jax.random.normal(keys[1], (num_groups, _IN, _OUT))
-        equal = np.full(num_groups, _ROWS // num_groups, np.int32)
-        for name, sizes in (("equal", equal), ("skewed", _skewed(num_groups))):
-            sizes = jnp.asarray(sizes)
-            best = race(
-                {
-                    "forward": partial(forward, x, w, sizes),
-                    "dense": partial(dense, x, w[0]),
-                    "both": partial(forward_both, dy, x, w, sizes),
-                    "dense_both": partial(dense_both, dy, x, w[0]),
-                },
-                turns,
-            )
-            for ours, rival, bound, count in (
-                ("forward", "dense", 1.25 if name == "equal" else 1.5, 1),
-                ("both", "dense_both", 1.5 if name == "equal" else 1.8, 3),
-            ):
-                yield Result(
-                    case=f"grouped_matmul.{ours}.{name}.{num_groups}",
-                    seconds=best[ours],
-                    rate=count * flops / best[ours] / 1e9,
-                    unit="GFLOP/s",
-                    ratio=best[ours] / best[rival],
-                    meaning="time over one plain matmul (with its backward pass) of equal FLOPs",
-                    rival=f"jnp matmul [{_ROWS}, {_IN}] x [{_IN}, {_OUT}]",
-                    target=f"<= {bound}",
-                )
-        if num_groups == 16:
-            args = (x, w, jnp.asarray(equal))
-            contestants = {
-                "ours": partial(forward, *args),
-                "ragged": partial(jax.jit(jax.lax.ragged_dot), *args),
-            }
-            best = race(contestants, max(turns // 3, 1))
+    size = f"{num_groups}" + (".wide" if shape == _WIDE else "")
+    equal = np.full(num_groups, rows // num_groups, np.int32)
+    for name, sizes in (("equal", equal), ("skewed", _skewed(num_groups, rows))):
+        sizes = jnp.asarray(sizes)
+        best = race(
+            {
+                "forward": partial(forward, x, w, sizes),
+                "dense": partial(dense, x, w[0]),
+                "both": partial(forward_both, dy, x, w, sizes),
+                "dense_both": partial(dense_both, dy, x, w[0]),
+            },
+            turns,
+        )
+        for ours, rival, bound, count in (
+            ("forward", "dense", 1.25 if name == "equal" else 1.5, 1),
+            ("both", "dense_both", 1.5 if name == "equal" else 1.8, 3),
+        ):
             yield Result(
-                case="grouped_matmul.ragged_dot.16",
-                seconds=best["ours"],
-                ratio=best["ragged"] / best["ours"],
-                meaning="times faster",
-                rival="jax.lax.ragged_dot",
-                target=">= 5",
+                case=f"grouped_matmul.{ours}.{name}.{size}",
+                seconds=best[ours],
+                rate=count * flops / best[ours] / 1e9,
+                unit="GFLOP/s",
+                ratio=best[ours] / best[rival],
+                meaning="time over one plain matmul (with its backward pass) of equal FLOPs",
+                rival=f"jnp matmul [{rows}, {width}] x [{width}, {outer}]",
+                target=f"<= {bound}",
             )
+    if num_groups == 16:
+        args = (x, w, jnp.asarray(equal))
+        contestants = {
+            "ours": partial(forward, *args),
+            "ragged": partial(jax.jit(jax.lax.ragged_dot), *args),
+        }
+        best = race(contestants, max(turns // 3, 1))
+        yield Result(
+            case="grouped_matmul.ragged_dot.16",
+            seconds=best["ours"],
+            ratio=best["ragged"] / best["ours"],
+            meaning="times faster",
+            rival="jax.lax.ragged_dot",
+            target=">= 5",
+        )
 
 
 def _sparsegen_by_sorting(u: jax.Array, lam: jax.Array) -> jax.Array:
