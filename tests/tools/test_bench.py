@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from kernels_pallas.cases import all_cases
+from tools.bench import timing
 from tools.bench.device_cases import Ceilings, device_table, measure_ceilings
 
 
@@ -35,6 +36,21 @@ def test_no_case_is_begun_after_the_budget(capsys):
     rows = list(device_table(budget=-1.0, size="small", ceilings=Ceilings(1e9, 1e9)))
     assert [row.case for row in rows] == ["ceiling.matmul", "ceiling.copy"]
     assert "not run" in capsys.readouterr().out
+
+
+def test_pairs_forget_drift_and_disturbed_turns(monkeypatch):
+    """Ours takes 2 % longer on a machine that slows down throughout; three turns are disturbed."""
+    clock = iter(range(1000))
+
+    def took(call):
+        now = next(clock)
+        disturbed = 3.0 if now in (7, 18, 40) else 1.0
+        return call() * (1 + 0.01 * now) * disturbed
+
+    monkeypatch.setattr(timing, "timed", took)
+    found = timing.paired(lambda: 1.02, lambda: 1.0, turns=40)
+    assert found.ratio == pytest.approx(1.02, abs=0.005) and 0 < found.error < 0.01
+    assert found.seconds == pytest.approx(1.02 * 1.01) and found.rival_seconds == 1.0
 
 
 def test_ceilings_are_rates():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-__all__ = ["Result", "compiled_seconds", "race", "timed"]
+__all__ = ["Paired", "Result", "compiled_seconds", "paired", "race", "timed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,38 @@ def race(contestants: Mapping[str, Callable[[], Any]], turns: int = 9) -> dict[s
         for name, call in contestants.items():
             best[name] = min(best[name], timed(call))
     return best
+
+
+class Paired(NamedTuple):
+    """What `paired` found: best seconds of both, median and error of the ratio of neighbours."""
+
+    seconds: float
+    rival_seconds: float
+    ratio: float
+    error: float
+
+
+def paired(ours: Callable[[], Any], rival: Callable[[], Any], turns: int) -> Paired:
+    """Time of ours over the rival's where they differ by less than the machine's own drift.
+
+    Each turn times both, one right after the other and in turn first; the median over turns of
+    their ratio forgets turns in which something else ran. The error is that of the median, from
+    the middle half of the ratios.
+    """
+    for call in (ours, rival):
+        jax.block_until_ready(call())
+    rows = np.empty((turns, 2))
+    for turn in range(turns):
+        order = (0, 1) if turn % 2 else (1, 0)
+        for which in order:
+            rows[turn, which] = timed((ours, rival)[which])
+    ratios = rows[:, 0] / rows[:, 1]
+    low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+    # In a normal distribution the middle half is 1.35 deviations wide, and a median's error is
+    # 1.25 times the mean's.
+    error = 1.25 * (high - low) / 1.35 / np.sqrt(turns)
+    best = rows.min(axis=0)
+    return Paired(float(best[0]), float(best[1]), float(middle), float(error))
 
 
 def compiled_seconds(lowered: jax.stages.Lowered) -> float:

@@ -21,7 +21,7 @@ from jaxlib_papers.train.optimizer import OptimizerConfig, make_optimizer
 from jaxlib_papers.train.state import abstract_model, abstract_state, init_state
 from jaxlib_papers.train.step import TrainStep, make_train_step
 from tools.bench.rival import Rival
-from tools.bench.timing import Result, compiled_seconds, race, timed
+from tools.bench.timing import Result, compiled_seconds, paired, race, timed
 
 __all__ = [
     "compile_depth",
@@ -208,22 +208,22 @@ def moe_layer(turns: int = 9) -> Iterator[Result]:
         )
 
 
-def edl_overhead(turns: int = 9) -> Iterator[Result]:
+def edl_overhead(turns: int = 40) -> Iterator[Result]:
     """A step with the expert divergence term against the same step without, turn by turn."""
     batch = _batch(8, 512)
     with_term = _Stepper(_setup(beta=1e-3), batch)
     without = _Stepper(_setup(beta=0.0), batch)
-    best = race({"with": with_term, "without": without}, turns)
+    found = paired(with_term, without, turns)
     yield Result(
         case="edl_overhead",
-        seconds=best["with"],
-        rate=8 * 512 / best["with"],
+        seconds=found.seconds,
+        rate=8 * 512 / found.seconds,
         unit="tokens/s",
-        ratio=best["with"] / best["without"],
-        meaning="time of a step with beta > 0 over beta = 0",
+        ratio=found.ratio,
+        meaning=f"time of a step with beta > 0 over beta = 0, median of {turns} pairs",
         rival="the same step without the term",
         target="<= 1.01",
-        detail={"without_seconds": best["without"]},
+        detail={"without_seconds": found.rival_seconds, "ratio_error": found.error},
     )
 
 
