@@ -7,7 +7,8 @@
 | `c_headers` | numpy's headers | headers of core packages |
 | `numbers` | scikit-learn's data tables | tables in core packages |
 
-`science` is at most the first 400 kB of each domain, the last tenth held out. `embedded` is what
+`science` is at most the first 400 kB of each domain, the last tenth held out, without tests, and
+with each paragraph once (licences come many times and would be in both parts). `embedded` is what
 `make pretrain` reads; it needs no further package, and every tenth document is held out.
 """
 
@@ -50,6 +51,10 @@ def _package_folder(name: str) -> Path:
     return Path(spec.origin).parent
 
 
+def _sorted(folder: Path, pattern: str) -> list[Path]:
+    return sorted(folder.glob(pattern))
+
+
 def _descriptions() -> Iterator[Path]:
     for kind in ("METADATA", "LICENSE"):
         for package in _DESCRIBED:
@@ -62,14 +67,13 @@ def _science() -> Iterator[bytes]:
     """Each domain's files one after the other; a paragraph that came before is left out."""
     sklearn, numpy = _package_folder("sklearn"), _package_folder("numpy")
     domains = {
-        "python": [*sklearn.glob("linear_model/*.py"), *sklearn.glob("tree/*.py")],
-        "prose": [*sorted(sklearn.glob("datasets/descr/*.rst")), *_descriptions()],
-        "c_headers": [*numpy.glob("_core/include/**/*.h")],
-        "numbers": [*sklearn.glob("datasets/data/*.csv")],
+        "python": [*_sorted(sklearn, "linear_model/*.py"), *_sorted(sklearn, "tree/*.py")],
+        "prose": [*_sorted(sklearn, "datasets/descr/*.rst"), *_descriptions()],
+        "c_headers": _sorted(numpy, "_core/include/**/*.h"),
+        "numbers": _sorted(sklearn, "datasets/data/*.csv"),
     }
     for domain in DOMAINS:
-        files = domains[domain] if domain == "prose" else sorted(domains[domain])
-        paragraphs = b"\n\n".join(file.read_bytes() for file in files).split(b"\n\n")
+        paragraphs = b"\n\n".join(f.read_bytes() for f in domains[domain]).split(b"\n\n")
         yield b"\n\n".join(dict.fromkeys(paragraphs))[:_DOMAIN_BYTES]
 
 
@@ -79,7 +83,11 @@ def _bytes(text: bytes) -> np.ndarray:
 
 @functools.cache
 def corpus(name: CorpusName) -> tuple[Texts, Texts]:
-    """Bytes [length] of the training and of the held-out text, one array a domain."""
+    """Bytes of the training and of the held-out text, one int32 array [length] a domain.
+
+    Raises:
+        ModuleNotFoundError: `science` without scikit-learn.
+    """
     if name == "science":
         texts = [_bytes(text) for text in _science()]
         cuts = [round(len(text) * (1 - _HELDOUT)) for text in texts]

@@ -8,7 +8,9 @@ lambda). All have the same load balance loss; "ReLU, ReMoE's penalty" has ReMoE'
 penalty in its place.
 
 Each criterion is judged on nine seeds and again on nine others. The pilot behind the criteria had
-three; on seeds 0 to 2 alone (c) fails here: one LD-MoLE run of the 18 ends low and is among them.
+three, 0 to 2; on those alone (c), a comparison of standard deviations, fails here: one LD-MoLE run
+of the 18 ends low and is among them. Nine were settled on when 0 to 8 had been seen and before 9 to
+17 were run, so the second set is the test of them.
 
 ReLU weights are not normalised, so ReLU may win a seed on accuracy; that is reported and decides
 nothing. Zero weights save no arithmetic here, and no gain in speed is claimed.

@@ -75,25 +75,28 @@ def adapter_training(
     whole = make_train_step(graphdef, objective, optimizer, accum_steps=accum_steps, seed=seed)
     copy = functools.partial(jax.tree.map, jnp.copy)
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    # Copied since the first step gives the state's buffers away.
+    first = _committed_like(rest, TrainState.create(copy(params), optimizer))
+    # A state comes out as it went in: with other shardings, or a first state that is committed to
+    # no device, the second step would be compiled again.
+    kept = {}
+    if all(leaf.committed for leaf in jax.tree.leaves(first)):
+        kept = {"out_shardings": (jax.tree.map(lambda leaf: leaf.sharding, first), None)}
+
+    @functools.partial(jax.jit, donate_argnums=0, **kept)
     def run(state: TrainState, rest: Any, batch: Mapping[str, Any]) -> Any:
         new, metrics = whole.function(dataclasses.replace(state, rest=rest), batch)
         return dataclasses.replace(new, rest={}), metrics
 
     return AdapterTraining(
-        # Copied since the first step gives the state's buffers away.
-        state=_committed_like(rest, TrainState.create(copy(params), optimizer)),
+        state=first,
         step=lambda state, batch: run(state, rest, batch),
         merge=lambda state: merge_model(graphdef, copy(state.params), rest),
     )
 
 
 def _committed_like(rest: Any, state: TrainState) -> TrainState:
-    """The state committed to the devices of a base that is.
-
-    What a step returns is committed as soon as one of its arguments is; a first state that is not
-    would have the second step compiled again.
-    """
+    """The state, committed to the devices of the base where that is committed."""
     shardings = [leaf.sharding for leaf in jax.tree.leaves(rest) if leaf.committed]
     if not shardings:
         return state

@@ -57,15 +57,23 @@ def grouped(turns: int = 9) -> Iterator[Result]:
     the plain matmul reads; with 256 rows each and wider matrices arithmetic decides.
     """
     for num_groups, shape in ((16, _NARROW), (64, _NARROW), (64, _WIDE)):
-        yield from _grouped(num_groups, shape, turns)
+        yield from _against_one_matmul(num_groups, shape, turns)
+    yield _against_ragged_dot(16, _NARROW, max(turns // 3, 1))
 
 
-def _grouped(num_groups: int, shape: tuple[int, int, int], turns: int) -> Iterator[Result]:
+def _operands(num_groups: int, shape: tuple[int, int, int]) -> list[jax.Array]:
+    """Rows [rows, width], matrices [groups, width, outer], cotangent [rows, outer]."""
     rows, width, outer = shape
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (rows, width))
-    w = jax.random.normal(keys[1], (num_groups, width, outer))
-    dy = jax.random.normal(keys[2], (rows, outer))
+    shapes = ((rows, width), (num_groups, width, outer), (rows, outer))
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def _against_one_matmul(
+    num_groups: int, shape: tuple[int, int, int], turns: int
+) -> Iterator[Result]:
+    rows, width, outer = shape
+    x, w, dy = _operands(num_groups, shape)
     flops = 2.0 * rows * width * outer
     forward, dense = jax.jit(grouped_matmul), jax.jit(_dense)
     forward_both, dense_both = jax.jit(_grouped_and_gradients), jax.jit(_dense_and_gradients)
@@ -96,21 +104,24 @@ def _grouped(num_groups: int, shape: tuple[int, int, int], turns: int) -> Iterat
                 rival=f"jnp matmul [{rows}, {width}] x [{width}, {outer}]",
                 target=f"<= {bound}",
             )
-    if num_groups == 16:
-        args = (x, w, jnp.asarray(equal))
-        contestants = {
-            "ours": partial(forward, *args),
-            "ragged": partial(jax.jit(jax.lax.ragged_dot), *args),
-        }
-        best = race(contestants, max(turns // 3, 1))
-        yield Result(
-            case="grouped_matmul.ragged_dot.16",
-            seconds=best["ours"],
-            ratio=best["ragged"] / best["ours"],
-            meaning="times faster",
-            rival="jax.lax.ragged_dot",
-            target=">= 5",
-        )
+
+
+def _against_ragged_dot(num_groups: int, shape: tuple[int, int, int], turns: int) -> Result:
+    x, w, _ = _operands(num_groups, shape)
+    args = (x, w, jnp.full(num_groups, len(x) // num_groups, jnp.int32))
+    contestants = {
+        "ours": partial(jax.jit(grouped_matmul), *args),
+        "ragged": partial(jax.jit(jax.lax.ragged_dot), *args),
+    }
+    best = race(contestants, turns)
+    return Result(
+        case=f"grouped_matmul.ragged_dot.{num_groups}",
+        seconds=best["ours"],
+        ratio=best["ragged"] / best["ours"],
+        meaning="times faster",
+        rival="jax.lax.ragged_dot",
+        target=">= 5",
+    )
 
 
 def _sparsegen_by_sorting(u: jax.Array, lam: jax.Array) -> jax.Array:
