@@ -340,7 +340,7 @@ def make_report(config: Config, results, seeds: tuple[int, ...], fresh: tuple[in
 def main(
     config: Annotated[Config, tyro.conf.arg(name="")] = Config(),
     seeds: tuple[int, ...] = (0, 1, 2),
-    fresh_seeds: tuple[int, ...] = (50, 51, 52),
+    fresh_seeds: tuple[int, ...] = (60, 61, 62),
     out: Path = Path("reports/expert_divergence"),
     quick: bool = False,
     rerun: bool = False,

@@ -53,8 +53,8 @@ def _grouped_and_gradients(dy: jax.Array, x: jax.Array, w: jax.Array, sizes: jax
 def grouped(turns: int = 9) -> Iterator[Result]:
     """Grouped matmul against one plain matmul of the same FLOPs, and against ragged_dot.
 
-    At (8192, 256, 512) 64 groups have 128 rows each, and their matrices are 32 MiB, 64 times what
-    the plain matmul reads; with 256 rows each and wider matrices arithmetic decides.
+    At (8192, 256, 512) 64 groups have 128 rows each, and the copies around each dot of XLA's CPU
+    loop weigh; with 256 rows each and wider matrices arithmetic decides.
     """
     for num_groups, shape in ((16, _NARROW), (64, _NARROW), (64, _WIDE)):
         yield from _against_one_matmul(num_groups, shape, turns)
